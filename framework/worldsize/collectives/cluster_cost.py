@@ -133,7 +133,7 @@ def estimate_exchange_seconds(payload_bytes: float, cluster: Cluster) -> float:
 
 
 def estimate_exchange_bytes(payload_bytes: float, cluster: Cluster) -> float:
-    """Return the bytes that leave a node during the exchange of :func:`estimate_exchange_seconds`."""
+    """Return the bytes that leave a node in an exchange, see :func:`estimate_exchange_seconds`."""
     if cluster.nodes == 1:
         return 0.0
     each, ranks = cluster.processes_per_node, cluster.processes

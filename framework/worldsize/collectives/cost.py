@@ -66,10 +66,11 @@ def tree_all_reduce_seconds(payload_bytes: float, ranks: int, link: Link) -> flo
 
 
 def all_to_all_seconds(payload_bytes: float, nodes: int, ranks_per_node: int, inside: Link, across: Link) -> float:
-    """Return the seconds of an all-to-all: each rank sends 1/n of ``payload_bytes`` to each of n ranks.
+    """Return the seconds of an all-to-all of ``payload_bytes`` per rank.
 
-    All messages are sent concurrently, so the latency counts once, as in gloo (github.com/pytorch/gloo,
-    gloo/alltoall.cc). ``inside`` connects the ranks of a node, which share the link ``across`` to other nodes.
+    Each rank sends 1/n of its payload to each of n ranks. All messages are sent concurrently, so the latency counts
+    once, as in gloo (github.com/pytorch/gloo, gloo/alltoall.cc). ``inside`` connects the ranks of a node, which share
+    the link ``across`` to other nodes.
     """
     ranks = nodes * ranks_per_node
     near = estimate_incast_seconds((ranks_per_node - 1) * payload_bytes / ranks, inside)
@@ -79,7 +80,7 @@ def all_to_all_seconds(payload_bytes: float, nodes: int, ranks_per_node: int, in
 
 
 def estimate_incast_seconds(payload_bytes: float, link: Link) -> float:
-    """Return the seconds that ``payload_bytes`` of an all-to-all take over one link, see :attr:`Link.incast`."""
+    """Return the seconds of an all-to-all's bytes over one link, see :attr:`Link.incast`."""
     return round_seconds(payload_bytes / link.incast, link)
 
 
@@ -181,6 +182,6 @@ def compute_seconds_for(wanted_efficiency: float, exposed: float) -> float:
 
 
 def ring_payload_bytes(seconds: float, ranks: int, link: Link) -> float:
-    """Return the payload, in bytes, that a ring all-reduce sums in ``seconds``; 0 if latency alone takes longer."""
+    """Return the bytes that a ring all-reduce sums in ``seconds``; 0 if latency takes longer."""
     rounds = 2 * (ranks - 1)
     return max(0.0, (seconds - rounds * link.latency) * link.bandwidth * ranks / rounds)

@@ -46,7 +46,7 @@ def use_full(
 
 
 def gather_full(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return full ``tensors`` on rank 0 and an empty dict on other ranks; all ranks must call this."""
+    """Return full ``tensors`` on rank 0, else an empty dict; all ranks must call this."""
     return use_full(tensors, world, dict) or {}
 
 
@@ -139,7 +139,7 @@ def _plan_gathers(tensor: DTensor) -> list[tuple[int, int, int]] | None:
 
 
 def _gather_dimension(own: Tensor, dimension: int, size: int, group: ProcessGroup) -> Tensor:
-    """Gather shards along a dimension; unlike a wait inside DTensor, this wait ends with the membership."""
+    """Gather shards along a dimension, with a wait that ends with the gang's membership."""
     first = own.movedim(dimension, 0)
     rows = -(-size // group.size())
     padded = first.new_zeros(rows, *first.shape[1:])

@@ -1,8 +1,8 @@
-"""Collectives and messages of a process group, with timed waits that end with the gang's membership.
+"""Collectives and messages of a process group, with timed, interruptible waits.
 
-:func:`start_collective` starts a torch collective, and :meth:`Collective.wait` waits for it. The collective is
-tracked until then: an exception may occur in between, and the group must not be freed before the wait. :func:`send`
-and :func:`receive` exchange single messages.
+Waits end with the gang's membership. :func:`start_collective` starts a torch collective, and :meth:`Collective.wait`
+waits for it. The collective is tracked until then: an exception may occur in between, and the group must not be freed
+before the wait. :func:`send` and :func:`receive` exchange single messages.
 
 If a peer dies before it has received a whole message, gloo itself would wait until the group's timeout: when a
 connection ends, it notifies receivers, but not senders with a message in the transmit queue. The waits here end with
@@ -48,9 +48,10 @@ class Interruption:
         self._in_flight: set[Work] = set()
 
     def start_tracking(self, check: Callable[[], None] | None, *, longest: float) -> None:
-        """Track collectives from now on; end a wait if ``check`` raises, or after ``longest`` seconds.
+        """Track collectives from now on.
 
-        None: waits end by other means, such as those of NCCL when it is aborted.
+        A wait ends if ``check`` raises, or after ``longest`` seconds. If ``check`` is None, waits end by other means,
+        such as those of NCCL when it is aborted.
         """
         self._check, self._longest, self._keeps = check, longest, True
 
@@ -110,7 +111,7 @@ class Collective(Work):
         INTERRUPTION.track_work(work)
 
     def wait(self, timeout: timedelta = _UNLIMITED) -> bool:
-        """Wait, and count the time as communication. ``timeout`` is ignored; ``cluster.timeout`` applies."""
+        """Wait, counting the time as communication; ``cluster.timeout`` replaces ``timeout``."""
         with measure_phase("communication"):
             INTERRUPTION.wait(self._work)
         return True

@@ -76,7 +76,7 @@ def _stack_row(mine: Tensor, world: World) -> Tensor:
 
 
 def make_equal(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Broadcast parameters and dense buffers from the first rank of ``group``; do nothing if it is None."""
+    """Broadcast parameters and dense buffers from the first rank of ``group``, unless None."""
     if group is not None:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.layout is torch.strided:

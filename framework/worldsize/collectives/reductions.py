@@ -156,7 +156,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _decode_columns(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
-        """Decode ``columns``, starting at a block boundary, of ``length``-element rows to float32 (p, k)."""
+        """Decode ``columns`` (from a block's start) of ``length``-element rows to float32 (p, k)."""
 
     def decode_pieces(self, wire_pb: Tensor, length: int) -> Iterator[tuple[slice, Tensor]]:
         """Decode uint8 (p, bytes) in pieces; yield the columns and float32 values (p, k) of each."""

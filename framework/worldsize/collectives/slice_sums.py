@@ -41,9 +41,10 @@ def sum_slices(parts: Iterable[Tensor], count: int, group: ProcessGroup | None, 
 
 
 def scatter_slices(parts: Iterable[Tensor], count: int, group: ProcessGroup | None) -> Tensor:
-    """Return this rank's rows of the sum of ``parts``, ``count`` tensors of shape (rows, ...), over all ranks.
+    """Return this rank's rows of the sum of ``parts`` over all ranks.
 
-    Each rank gets an equal number of consecutive rows. Sums are taken in the tree of :func:`sum_slices`.
+    ``parts``: ``count`` tensors of shape (rows, ...). Each rank gets an equal number of consecutive rows. Sums are
+    taken in the tree of :func:`sum_slices`.
     """
     total, dtype = _sum_own(parts, count)
     if group is None:

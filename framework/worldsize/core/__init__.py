@@ -1,4 +1,7 @@
-"""The base classes and types of worldsize. Imports only torch, the standard library and worldsize.errors."""
+"""Base classes and types of worldsize.
+
+Imports only torch, the standard library and worldsize.errors.
+"""
 
 from worldsize.core.cluster import Block, Cluster, ContainerImage, Link, Pinning, Role, Spot, World
 from worldsize.core.context import (

@@ -1,4 +1,4 @@
-"""The shape of a run: links, nodes, roles, each process's ranks and groups, and the container image."""
+"""Shape of a run: links, nodes, roles, ranks, process groups and the container image."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Pinning = Literal["auto", "none", "numa", "exclusive"]
 
 @dataclass(frozen=True)
 class Link:
-    """One tier of the interconnect: "device" and "node" links belong to one rank, "network" links to one node.
+    """One tier of the interconnect.
 
-    With intermediate tiers (:attr:`Cluster.tiers`), each unit of the tier below has one link: the "rack" link connects
-    a node to the other nodes of its rack, and "network" connects the units of the outermost tier.
+    "device" and "node" links belong to one rank, "network" links to one node. With intermediate tiers
+    (:attr:`Cluster.tiers`), each unit of the tier below has one link: the "rack" link connects a node to the other
+    nodes of its rack, and "network" connects the units of the outermost tier.
 
     Attributes:
         bandwidth: Bytes/s in each direction; the ranks of a node share the bandwidth of its network link.

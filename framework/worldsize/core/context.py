@@ -1,4 +1,4 @@
-"""Services that a run provides to a training or serving process: checkpoints, faults, data, peers."""
+"""Services of a run for its processes: checkpoints, faults, data and peers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class DataSource(Protocol):
     """Loads the data of any step or evaluation, for processes that do not run the training loop."""
 
     def micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
-        """Load the data of ``logical_rank`` (from 0) for ``step`` (from 1), injecting the step's faults first."""
+        """Load the data of ``logical_rank`` (from 0) for ``step`` (from 1), injecting faults."""
 
     def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
-        """Iterate over shard ``part`` (from 0) of ``parts`` equal shards of ``split``, as evaluated after ``step``."""
+        """Iterate over shard ``part`` (from 0) of ``parts`` of ``split``, evaluated after ``step``."""
 
 
 class CheckpointSource(Protocol):
@@ -135,7 +135,7 @@ def _ignore_event(event: Event) -> None:
 @final
 @dataclass(frozen=True)
 class Rendezvous:
-    """Folder and address through which serving and training processes connect during one attempt."""
+    """Folder and address where serving and training processes connect in one attempt."""
 
     folder: Path
     """Folder shared by every process of this attempt and readable only by their user."""
@@ -148,7 +148,7 @@ class Rendezvous:
     about 100 bytes. None: ``folder``."""
 
     def get_socket_path(self, name: str) -> Path:
-        """Return the path of a Unix socket on this host; the socket is removed when the attempt ends."""
+        """Return the path of a Unix socket on this host, removed when the attempt ends."""
         return (self.sockets or self.folder) / name
 
 

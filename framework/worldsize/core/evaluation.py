@@ -33,7 +33,7 @@ class EvaluationBatches(Iterable[EvaluationBatch]):
 
 
 def metric_key(split: str, name: str) -> str:
-    """Return a unique name for a metric of ``split``, such as ``accuracy`` or ``validation/accuracy``.
+    """Return a unique name for a metric, such as ``accuracy`` or ``validation/accuracy``.
 
     Metrics of the split "test" have no prefix, unless their name contains a slash and would look like another split's.
     Metrics of the averaged weights have the additional prefix ``ema/``.
@@ -50,7 +50,7 @@ def parse_metric_key(key: str) -> tuple[str, str]:
 
 
 def is_loss(name: str) -> bool:
-    """Return whether ``name`` (a metric key or a logger name) is a loss, for which lower is better."""
+    """Return whether ``name``, a metric key or logger name, is a loss (lower is better)."""
     return name.rpartition("/")[2] == "loss"
 
 

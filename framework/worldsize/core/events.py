@@ -80,7 +80,7 @@ class StepDone:
     epoch: float | None = None
 
     def collect_log_values(self) -> dict[str, float]:
-        """Return the values that loggers show, by name, omitting values that were not computed or measured."""
+        """Return the values for loggers by name, omitting those not computed or measured."""
         figures = {
             "loss": self.loss,
             "lr": self.lr,
@@ -101,7 +101,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Results of an evaluation after ``step``: ``metrics`` maps :func:`metric_key` names to values."""
+    """Results of an evaluation after ``step``; ``metrics`` has :func:`metric_key` names."""
 
     step: int
     metrics: Mapping[str, float]
@@ -225,7 +225,7 @@ class NodeAlert:
 
 @dataclass(frozen=True)
 class UpdateOverflowed:
-    """An update of ``step`` was skipped because its gradient overflowed float16; the loss scale decreases."""
+    """A float16 overflow skipped an update of ``step``, and lowers the loss scale."""
 
     step: int
 
@@ -270,7 +270,9 @@ class SaveIntervalChanged:
 
 @dataclass(frozen=True)
 class MembershipChanged:
-    """The run continues with different processes. Logical ranks, batch size and learning rate do not change.
+    """The run continues with different processes.
+
+    Logical ranks, batch size and learning rate do not change.
 
     Attributes:
         step: Last step completed by the previous members.
@@ -299,7 +301,9 @@ class MembershipChanged:
 
 @dataclass(frozen=True)
 class TransportFellBack:
-    """The collectives use a slower transport than the cluster declares, such as sockets instead of InfiniBand.
+    """The collectives use a slower transport than the cluster declares.
+
+    For example, sockets instead of InfiniBand.
 
     Attributes:
         reason: A message with the actual transport, the declared transport and the remedy.

@@ -80,7 +80,7 @@ class Failure:
 
 
 class MembershipRecord(TypedDict):
-    """One membership of a healing gang: the processes that trained together, and from which step.
+    """One membership of a healing gang: the processes that trained together.
 
     Attributes:
         number: Number of the membership in the attempt, from 1.
@@ -154,10 +154,13 @@ class LaunchMethod(ABC):
     orders_hosts: ClassVar[bool] = False  # whether it numbers hosts in the order of ``cluster.topology``
 
     def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every cluster has something to check
-        """Raise ConfigError if this launcher cannot start runs on ``cluster``; called before a run folder exists."""
+        """Raise ConfigError if this launcher cannot start runs on ``cluster``.
+
+        Called before a run folder exists.
+        """
 
     def write(self, plan: Plan) -> None:  # noqa: B027 - most start processes from the run folder as it is
-        """Write the files that a scheduler or user needs, such as a script and keys, into the run folder."""
+        """Write files for the scheduler or user, such as a script and keys, into the run folder."""
 
     @abstractmethod
     def describe(self, plan: Plan) -> str:
@@ -181,7 +184,10 @@ class Launcher(LaunchMethod):
 
 
 class AgentLauncher(LaunchMethod):
-    """Starts ``worldsize agent RUN_DIR`` on every host and waits for them. The agents record the run's attempts."""
+    """Starts ``worldsize agent RUN_DIR`` on every host and waits for the agents.
+
+    The agents record the run's attempts.
+    """
 
     hosts: Sequence[str] = ()  # names that this machine can resolve, the leading host first
 
@@ -219,7 +225,10 @@ class BatchLauncher(LaunchMethod):
         return "\n".join(map(self.describe, plans))
 
     def submit_all(self, plans: Sequence[Plan]) -> Sequence[str | None]:
-        """Submit the runs of a sweep, all of the same shape, and return their job ids; by default, one job per run."""
+        """Submit the runs of a sweep, all of the same shape, and return their job ids.
+
+        By default, each run is a separate job.
+        """
         return [self.submit(plan) for plan in plans]
 
     @abstractmethod
@@ -266,10 +275,11 @@ class GangState:
 
 @dataclass(frozen=True, kw_only=True)
 class Autoscaler(ABC):
-    """Policy for the number of training processes. Subclasses are frozen dataclasses whose fields are its options.
+    """Policy for the number of training processes.
 
-    It runs in its own process next to the training processes, so it may block on the network and start threads. Its
-    errors are logged and leave the number of processes unchanged.
+    Subclasses are frozen dataclasses whose fields are the options of the policy. The policy runs in its own process
+    next to the training processes, so it may block on the network and start threads. Its errors are logged and leave
+    the number of processes unchanged.
 
     Args:
         every: Seconds between two decisions.

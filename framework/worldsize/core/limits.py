@@ -30,7 +30,7 @@ class Limit(ABC):
 
     @abstractmethod
     def describe_violation(self, value: Any) -> str | None:
-        """Return the rest of an error message that begins with ``value``; None if the value is allowed."""
+        """Return the end of an error message that begins with ``value``; None if allowed."""
 
     def build_json_schema(self) -> JsonSchema:
         """Return this limit as JSON Schema keywords, for checks in editors; empty by default."""
@@ -105,7 +105,9 @@ class Range(Limit):
 
 @final
 class OneOf(Limit):
-    """One of the ``known`` strings; the error message suggests the closest. Other types are not checked.
+    """One of the ``known`` strings.
+
+    The error message suggests the closest one. Values of other types are not checked.
 
     Args:
         known: the allowed strings.
@@ -173,7 +175,9 @@ class FilePath(Limit):
 
 @final
 class ReservedNames(Limit):
-    """A mapping without reserved names; ``_`` equals ``-``, and prefixes of 3 or more letters are reserved too.
+    """A mapping without reserved names.
+
+    ``_`` equals ``-``, and prefixes of 3 or more letters are reserved too.
 
     Args:
         remedies: the reserved names, each with an imperative for the error message, e.g. "Set cluster.nodes".
@@ -205,7 +209,9 @@ def _normalize_name(name: str) -> str:
 
 @final
 class Key:
-    """Describes a configuration key whose type or default differs from its field's, because the field is computed.
+    """Describes a configuration key whose type or default differs from its field's.
+
+    Needed if the field is computed from the key.
 
     Args:
         kind: type of the key; None: the field's type.
@@ -310,7 +316,7 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
 
 
 def _check_union(key: str, value: Any, options: Sequence[Any]) -> None:
-    """Check against every option of the union; Literals are checked only if all options are Literals."""
+    """Check every option; Literals are checked only if all options are Literals."""
     others = [option for option in options if get_origin(option) is not Literal and option is not NoneType]
     for option in others or options:
         _check_value(key, value, option)

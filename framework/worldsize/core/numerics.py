@@ -1,4 +1,7 @@
-"""Numerics of a run, identical for all replicas: precision, clipping and handling of non-finite values."""
+"""Numerics of a run: precision, clipping and handling of non-finite values.
+
+They are identical for all replicas.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,7 @@ class Numerics:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether an update first needs the norm of the whole gradient, to clip it or to check that it is finite."""
+        """Whether an update needs the gradient norm first, for clipping or a finiteness check."""
         return self.clip_norm is not None or self.nonfinite == "skip"
 
     @property
@@ -120,5 +123,8 @@ class Numerics:
         return float("inf") if self.clip_norm is None else self.clip_norm
 
     def should_skip_update(self, norm: Tensor) -> bool:
-        """Return whether to skip the update of a step whose gradient has ``norm``, a scalar. Synchronizes the device."""
+        """Return whether the step's update is skipped, given its gradient ``norm`` (a scalar).
+
+        Synchronizes with the device.
+        """
         return self.nonfinite == "skip" and not bool(norm.isfinite())

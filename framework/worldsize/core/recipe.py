@@ -1,6 +1,7 @@
-"""The recipe: model, data, loss and evaluation, independent of processes, devices and strategies.
+"""The recipe: model, data, loss and evaluation of a task.
 
-Buffers that the forward pass modifies need a rule for combining their values over logical ranks.
+A recipe is independent of processes, devices and strategies. Buffers that the forward pass modifies need a rule for
+combining their values over logical ranks.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Build the model on the CPU, so that its initial weights do not depend on the training device.
+        """Build the model on the CPU, so that its weights do not depend on the training device.
 
         Strategies that shard the model may run this with fake tensors and materialize the weights later, one at a
         time. They may call it more than once. Each call must return the same model, apart from random numbers drawn
@@ -88,7 +89,7 @@ class Recipe(ABC):
         """
 
     def pretrained_weights(self) -> PretrainedWeights | None:
-        """Return the files with the initial weights of :meth:`model`, so that each rank reads only its shards.
+        """Return the files with the model's initial weights, so that ranks read only their shards.
 
         ``None`` if there is no such file, or only the model's own library can read it.
         """
@@ -96,21 +97,22 @@ class Recipe(ABC):
 
     @abstractmethod
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Create the optimizer of ``model``, whose parameters the strategy may already have moved or sharded.
+        """Create the optimizer of ``model``.
 
-        Parameter values may still be NaN if a checkpoint is about to be loaded.
+        The strategy may already have moved or sharded the parameters. Parameter values may still be NaN if a checkpoint
+        is about to be loaded.
         """
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Create the learning-rate schedule, advanced once per optimizer step; ``None`` keeps the rate constant."""
+        """Create the learning-rate schedule, advanced per optimizer step; None: constant rate."""
         return None
 
     def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
-        """Create the optimizers of ``model`` by name; by default, only the result of :meth:`optimizer`."""
+        """Create the optimizers of ``model`` by name; by default, only :meth:`optimizer`."""
         return {ONE_UPDATE: self.optimizer(model)}
 
     def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
-        """Create the learning-rate schedules by optimizer name; by default, the result of :meth:`schedule`."""
+        """Create the learning-rate schedules by optimizer name; by default, :meth:`schedule`."""
         schedule = self.schedule(optimizers[ONE_UPDATE])
         return {} if schedule is None else {ONE_UPDATE: schedule}
 
@@ -124,7 +126,7 @@ class Recipe(ABC):
         """
 
     def splits(self) -> Sequence[str]:
-        """Return the split names that :meth:`data` accepts; ``evaluation.splits`` selects among them."""
+        """Return the split names that :meth:`data` accepts, for ``evaluation.splits``."""
         return ("train", self.evaluation_split)
 
     def tokens_per_sample(self) -> int | None:
@@ -132,14 +134,17 @@ class Recipe(ABC):
         return None
 
     def collate(self, samples: list[Any]) -> Batch:
-        """Collate samples into a batch, by default with torch's collate function. Override it to pad samples."""
+        """Collate samples into a batch; override this method to pad samples.
+
+        By default, uses torch's ``default_collate``.
+        """
         from torch.utils.data import default_collate
 
         return default_collate(samples)
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Return the mean loss over the micro-batch, a scalar, or the sum and its weight, two scalars.
+        """Return the micro-batch's mean loss (a scalar), or its summed loss and weight (scalars).
 
         A step uses the gradient of the mean over micro-batches. With weights, such as the number of unmasked tokens, it
         uses the gradient of the sum over all micro-batches divided by their total weight, however samples are
@@ -147,23 +152,24 @@ class Recipe(ABC):
         """
 
     def loss_at(self, model: nn.Module, batch: Batch, step: int) -> Loss:
-        """Return the loss in step ``step``, counted from 1. Override it if the loss depends on the step.
+        """Return the loss in step ``step``, counted from 1.
 
-        Training calls :meth:`micro_batch_loss`, which by default calls this method, which by default calls
-        :meth:`loss`.
+        Override this method if the loss depends on the step. Training calls :meth:`micro_batch_loss`, which by default
+        calls this method, which by default calls :meth:`loss`.
         """
         return self.loss(model, batch)
 
     def micro_batch_loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
-        """Return the loss of one logical rank in one step. Override it if the loss depends on the logical rank.
+        """Return the loss of one logical rank in one step.
 
-        Besides its data, ``batch`` has the step, the logical rank, and a seed derived from both and the run's seed, for
-        example to seed a rollout environment. The loss must not depend on any other property of the process.
+        Override this method if the loss depends on the logical rank. Besides its data, ``batch`` has the step, the
+        logical rank, and a seed derived from both and the run's seed, for example to seed a rollout environment. The
+        loss must not depend on any other property of the process.
         """
         return self.loss_at(model, batch.data, batch.step)
 
     def micro_batch_updates(self, model: nn.Module, batch: MicroBatch) -> Iterable[Update]:
-        """Yield the updates of one logical rank in one step; by default one, from :meth:`micro_batch_loss`."""
+        """Yield the updates of one logical rank in one step; by default, a single one."""
         yield ONE_UPDATE, self.micro_batch_loss(model, batch)
 
     @abstractmethod
@@ -175,7 +181,10 @@ class Recipe(ABC):
         """
 
     def metrics(self) -> Mapping[str, StateMetric]:
-        """Return metrics that are not a ratio of sums, by name; ``evaluate`` returns their inputs by the same name."""
+        """Return metrics that are not a ratio of sums, by name.
+
+        ``evaluate`` returns the inputs of each metric by the same name.
+        """
         return {}
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -216,27 +225,32 @@ class Recipe(ABC):
         return {}
 
     def tensor_units(self, model: nn.Module) -> Mapping[str, int]:
-        """Return counts of units that tensor parallelism must not split, by name, e.g. ``{"recipe.heads": 12}``."""
+        """Return counts of units that tensor parallelism must not split, by name.
+
+        For example, ``{"recipe.heads": 12}``.
+        """
         return {}
 
     def cut_sequences(self, batch: Batch, cut: Callable[[Tensor, int], Tensor]) -> Batch:
-        """Return ``batch`` with ``cut(tensor, dim)`` applied to each tensor with sequences along dimension ``dim``.
+        """Return ``batch`` with ``cut`` applied to each tensor that contains sequences.
 
-        Context parallelism calls it before :meth:`loss`, :meth:`evaluate` and :meth:`model_inputs`. They then see a
-        chunk of each sequence, and return the sum over its tokens and the token count; a mean weights chunks equally.
-        Shift targets before cutting. In the model, only ``scaled_dot_product_attention`` may combine tokens, and
-        positions must come from :func:`~worldsize.strategies.sequence_chunks.sequence_positions`. For a batch of inputs
-        and targets, both (batch, time)::
+        ``cut``: takes a tensor and the dimension that contains sequences.
+
+        Context parallelism calls this method before :meth:`loss`, :meth:`evaluate` and :meth:`model_inputs`. They then
+        see a chunk of each sequence, and return the sum over its tokens and the token count; a mean weights chunks
+        equally. Shift targets before cutting. In the model, only ``scaled_dot_product_attention`` may combine tokens,
+        and positions must come from :func:`~worldsize.strategies.sequence_chunks.sequence_positions`. For a batch of
+        inputs and targets, both (batch, time)::
 
             return cut(batch[0], 1), cut(batch[1], 1)
         """
         raise NotImplementedError
 
     def buffers(self, model: nn.Module) -> Mapping[str, BufferRule]:
-        """Return how to combine buffers modified by :meth:`loss` over logical ranks, by their names in ``model``.
+        """Return how to combine buffers modified by :meth:`loss`, by their names in ``model``.
 
-        A name may be an ``fnmatch`` pattern, such as "blocks.*.seen". Every logical rank starts a step with the same
-        buffer values, and the rule determines the values after the step:
+        Buffers are combined over logical ranks. A name may be an ``fnmatch`` pattern, such as "blocks.*.seen". Every
+        logical rank starts a step with the same buffer values, and the rule determines the values after the step:
 
         - "sum": the initial value plus the changes of all logical ranks, such as for a sample counter.
         - "mean": the initial value plus the mean of these changes, such as for a moving average of batch means.
@@ -258,7 +272,10 @@ class Recipe(ABC):
         return {}
 
     def remarks(self, model: Mapping[str, Tensor]) -> list[str]:
-        """Return lines to show at the end of a run, given the trained model's full, unsharded state on the CPU."""
+        """Return lines to show at the end of a run.
+
+        ``model``: full, unsharded state of the trained model on the CPU.
+        """
         return []
 
     def save_assets(self, folder: Path) -> None:  # noqa: B027 - most models need nothing beside their weights
@@ -361,7 +378,7 @@ BUFFER_SUMS: tuple[BufferSum, ...] = get_args(BufferSum)
 
 @dataclass(frozen=True)
 class Concatenated:
-    """Rule for a ring buffer to which logical ranks append rows in order, such as MoCo's key queue.
+    """Rule for a ring buffer to which logical ranks append rows, such as MoCo's key queue.
 
     With K rows, and the pointer at p at the start of a step, a logical rank writes its n rows to p, p + 1, ...,
     p + n - 1 (modulo K) and moves the pointer to p + n (modulo K). After the step, the rows of logical rank 0 start at

@@ -1,4 +1,4 @@
-"""Recipes with several updates per step, and recipes whose loss compares all samples of a step.
+"""Recipes with several updates per step, or whose loss compares all samples of a step.
 
 GANs, actor-critic methods and manual optimization need several updates; contrastive losses compare the features of all
 samples.
@@ -67,9 +67,10 @@ class MultiUpdateRecipe(Recipe):
         """
 
     def micro_batch_updates(self, model: nn.Module, batch: MicroBatch) -> Iterable[Update]:
-        """Return the generator of :meth:`updates` for one logical rank in one step; training calls this method.
+        """Return the generator of :meth:`updates` for one logical rank in one step.
 
-        Override it if losses depend on the logical rank, as with :meth:`Recipe.micro_batch_loss`.
+        Training calls this method. Override it if losses depend on the logical rank, as with
+        :meth:`Recipe.micro_batch_loss`.
         """
         return self.updates(model, batch.data, batch.step)
 
@@ -114,7 +115,7 @@ class Features:
 
 
 class FeatureRecipe(Recipe):
-    """A task whose loss compares all samples of a step, however they are distributed over processes.
+    """A task whose loss compares all samples of a step.
 
         def features(self, model, batch):
             images, texts = batch
@@ -136,28 +137,32 @@ class FeatureRecipe(Recipe):
 
     @abstractmethod
     def features(self, model: nn.Module, batch: Batch) -> Sequence[Tensor]:
-        """Return the feature tensors (samples, ...) of a micro-batch, such as embeddings of images and of texts.
+        """Return the feature tensors (samples, ...) of a micro-batch.
 
-        Shapes must agree across logical ranks except in the first dimension. Integer tensors, such as labels, are
-        gathered too. This method runs twice per step, with the same random numbers.
+        For example, embeddings of images and of texts. Shapes must agree across logical ranks except in the first
+        dimension. Integer tensors, such as labels, are gathered too. This method runs twice per step, with the same
+        random numbers.
         """
 
     @abstractmethod
     def feature_loss(self, model: nn.Module, features: Features, batch: Batch) -> Loss:
-        """Return the loss of one logical rank, in the form of :meth:`Recipe.loss`, given all ranks' features.
+        """Return the loss of one logical rank, given all ranks' features.
 
-        ``batch`` is this logical rank's micro-batch. The step uses the gradient of the mean over logical ranks. This
-        method may use parameters of ``model``, such as a temperature. It runs twice, with the same random numbers.
+        The result has the form of :meth:`Recipe.loss`. ``batch`` is this logical rank's micro-batch. The step uses the
+        gradient of the mean over logical ranks. This method may use parameters of ``model``, such as a temperature. It
+        runs twice, with the same random numbers.
         """
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Return the loss over the samples of ``batch`` only, as if the step had a single logical rank."""
+        """Return the loss over only the samples of ``batch``, as with a single logical rank."""
         own = self.features(model, batch)
         return self.feature_loss(model, Features(own, [slice(len(each)) for each in own]), batch)
 
 
 def attach_gradients(loss: Loss, features: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> LossOutput:
-    """Extend ``loss``, without changing its value, so that backward also passes ``gradients`` to ``features``.
+    """Extend ``loss`` so that its backward pass also passes ``gradients`` to ``features``.
+
+    The value of the loss does not change.
 
     Args:
         loss: The loss; it does not depend on ``features``.

@@ -1,4 +1,7 @@
-"""Configuration sections of modules that import torch, kept here so that composing does not import torch."""
+"""Configuration sections of modules that import torch.
+
+They are defined here so that composing a configuration does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,10 @@ class IntegrityConfig:
 @final
 @dataclass(frozen=True)
 class WeightAverage:
-    """Exponential moving average (EMA) of the weights: average ← decay · average + (1 - decay) · weights.
+    """Exponential moving average (EMA) of the weights.
 
-    The average is evaluated and saved together with the weights; see :mod:`worldsize.loop.averaging`.
+    Update rule: average ← decay · average + (1 - decay) · weights. The average is evaluated and saved together with the
+    weights; see :mod:`worldsize.loop.averaging`.
 
     Attributes:
         decay: Decay factor, 0 to 1; null in the configuration: do not average.

@@ -21,16 +21,16 @@ class StateMetric(ABC):
 
     @abstractmethod
     def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
-        """Return one batch's state, given the tensors (of any shape) that ``Recipe.evaluate`` returned for it."""
+        """Return one batch's state, given the tensors that ``Recipe.evaluate`` returned for it."""
 
     @abstractmethod
     def reduction(self, name: str) -> StateReduction:
-        """Return how to merge entry ``name`` of the batches' states; "cat" concatenates in batch order."""
+        """Return how to merge entry ``name`` of the states; "cat" concatenates in batch order."""
 
     @abstractmethod
     def compute(self, state: Mapping[str, Tensor]) -> float | Mapping[str, float]:
-        """Compute the metric from the merged state: CPU tensors, shaped as :meth:`state` returned them.
+        """Compute the metric from the merged state.
 
-        Entries merged by "cat" are longer in their first dimension. A metric with several values returns them by
-        name; these names replace the metric's own.
+        ``state``: CPU tensors, shaped as :meth:`state` returned them. Entries merged by "cat" are longer in their first
+        dimension. A metric with several values returns them by name; these names replace the metric's own.
         """

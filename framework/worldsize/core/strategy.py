@@ -1,4 +1,7 @@
-"""Base classes of strategies, which describe how replicas synchronize, and of the replicas that they create."""
+"""Base classes of strategies, and of the replicas that strategies create.
+
+A strategy describes how replicas synchronize.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,9 @@ _EARLIER: Mapping[str, Capability | None] = {  # deprecated class variables; Non
 
 @dataclass(frozen=True)
 class Workload:
-    """Size of a training step, independent of how it is distributed. Bytes refer to the whole model.
+    """Size of a training step, independent of how it is distributed.
+
+    Bytes refer to the whole model.
 
     Attributes:
         parameter_bytes: All parameters.
@@ -147,12 +152,16 @@ class Replica(ABC):
 
     @abstractmethod
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        """Return the metrics over the batches of all ranks: sums divided by counts, both reduced in batch order."""
+        """Return the metrics over the batches of all ranks.
+
+        Metrics are sums divided by counts, both reduced in batch order.
+        """
 
     def advance_schedules(self, value: float, *, step: int) -> None:
-        """Advance schedules that depend on a metric, with its ``value`` after ``step``, the same on all ranks.
+        """Advance schedules that depend on a metric by its ``value`` after ``step``.
 
-        May be called more than once for the same step. Only called if the strategy has ``schedules_by_metric``.
+        The value is the same on all ranks. May be called more than once for the same step. Only called if the strategy
+        has ``schedules_by_metric``.
         """
         raise NotImplementedError
 
@@ -167,10 +176,13 @@ class Replica(ABC):
 
     @abstractmethod
     def load(self, state: StateDict) -> None:
-        """Load a state that :meth:`state` returned, from this or another strategy. Every rank must call it."""
+        """Load a state that :meth:`state` returned, from this or another strategy.
+
+        Every rank must call this.
+        """
 
     def trained_weights(self) -> Mapping[str, Tensor]:
-        """Return this rank's live tensor for each trained parameter, by its name in the model's state.
+        """Return this rank's live tensor of each trained parameter, by name in the model's state.
 
         A tensor has the shape of the parameter, or of its local shard. Modifying it in place changes the weights that
         the replica trains. A parameter that is stored on other ranks is a tensor on the meta device. Only called if the
@@ -191,10 +203,11 @@ class Replica(ABC):
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """Describes how replicas synchronize. Strategies are immutable and do not use a device or process group.
+    """Describes how replicas synchronize.
 
-    Subclasses are frozen dataclasses too; their fields are the keys under ``strategy`` in their YAML. Settings of the
-    run, such as its numerics, reach the replica through the context instead.
+    Strategies are immutable and do not use a device or process group. Subclasses are frozen dataclasses too; their
+    fields are the keys under ``strategy`` in their YAML. Settings of the run, such as its numerics, reach the replica
+    through the context instead.
     """
 
     reductions: ClassVar[Sequence[Reduction]] = ("flat", "ordered")
@@ -231,7 +244,10 @@ class Strategy(ABC):
         check_limits(type(self), vars(self), key="strategy")
 
     def check_numerics(self, numerics: Numerics) -> None:  # noqa: B027 - most strategies support all of them
-        """Raise ConfigError if this strategy does not support ``numerics``; called before a process starts."""
+        """Raise ConfigError if this strategy does not support ``numerics``.
+
+        Called before a process starts.
+        """
 
     @abstractmethod
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
@@ -247,16 +263,16 @@ class Strategy(ABC):
 
     @property
     def schedules_by_metric(self) -> bool:
-        """Whether replicas implement ``advance_schedules``, for schedules that depend on an evaluation metric."""
+        """Whether replicas implement ``advance_schedules``, for schedules on an evaluation metric."""
         return False
 
     @property
     def default_micro_batches(self) -> int:
-        """Default number of logical ranks per data-parallel replica, used unless the run sets ``logical_ranks``."""
+        """Default number of logical ranks per replica, unless ``logical_ranks`` is set."""
         return 1
 
     def check_micro_batches(self, count: int) -> None:  # noqa: B027 - most strategies take any number
-        """Raise ConfigError if a data-parallel replica cannot compute ``count`` logical ranks per step."""
+        """Raise ConfigError if a replica cannot compute ``count`` logical ranks per step."""
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Raise ConfigError if ``recipe`` does not meet this strategy's requirements."""
@@ -269,23 +285,23 @@ class Strategy(ABC):
     def check_built(  # noqa: B027 - most strategies take any
         self, recipe: Recipe, model: nn.Module, optimizer: Optimizer
     ) -> None:
-        """Raise ConfigError if this strategy cannot train the ``model`` or ``optimizer`` created by ``recipe``.
+        """Raise ConfigError if this strategy cannot train ``model`` with ``optimizer``.
 
-        Called before a process starts, with both on the meta device.
+        Both were created by ``recipe``. Called before a process starts, with both on the meta device.
         """
 
     def healing(self) -> Strategy:
-        """Return the variant of this strategy for healing gangs, which works with any number of live processes."""
+        """Return the variant of this strategy for healing gangs, with any number of processes."""
         return self
 
     def axis_sizes(self, processes: int) -> Mapping[str, int]:
-        """Return the sizes of the mesh axes by name, with ``processes`` workers; empty if all are data-parallel."""
+        """Return mesh axis sizes by name for ``processes`` workers; empty if only data-parallel."""
         return {}
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
-        """Return the axes of the device mesh by name, each as disjoint groups of communicating global ranks.
+        """Return the axes of the device mesh by name, as disjoint groups of global ranks.
 
-        A rank's coordinate on an axis is its index in its group.
+        The ranks of a group communicate. A rank's coordinate on an axis is its index in its group.
         """
         start = 0
         for name, role in self.roles(cluster).items():
@@ -314,11 +330,14 @@ class Strategy(ABC):
         return None
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 - most strategies need nothing
-        """Write secrets for the processes, such as keys, into ``folder``, which becomes ``Rendezvous.folder``.
+        """Write secrets for the processes, such as keys, into ``folder``.
 
-        Called in the launching process before each attempt.
+        The folder becomes ``Rendezvous.folder``. Called in the launching process before each attempt.
         """
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
-        """Run a serving process until the run ends; return a replica only if it also runs the training loop."""
+        """Run a serving process until the run ends.
+
+        Returns a replica only if the process also runs the training loop.
+        """
         raise ConfigError(f"{type(self).__name__} has no serving role {context.world.role!r}.")

@@ -23,10 +23,11 @@ class ShardedStream(Protocol):
         """Return the largest number of readers that can share the stream."""
 
     def shard(self, num_shards: int, index: int) -> Iterable[Any]:
-        """Return shard ``index`` of ``num_shards``; ``num_shards`` must not exceed the property of that name.
+        """Return shard ``index`` of ``num_shards``.
 
-        Every sample is in exactly one shard. Each call returns a new object that iterates from the start of the shard;
-        it is called again whenever the shard restarts. Shards may also implement :class:`StatefulStream`.
+        The argument ``num_shards`` must not exceed the property of that name. Every sample is in exactly one shard.
+        Each call returns a new object that iterates from the start of the shard; another call follows whenever the
+        shard restarts. Shards may also implement :class:`StatefulStream`.
         """
 
 
@@ -40,7 +41,7 @@ class StatefulStream(Protocol):
     """
 
     def state_dict(self) -> Any:
-        """Return the state of the newest iterator: its position after the last sample that it yielded."""
+        """Return the newest iterator's position, after the last sample that it yielded."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Make this iterator, or the stream's next one, continue from the position saved in ``state_dict``."""
+        """Continue this iterator, or the stream's next one, from the saved position."""

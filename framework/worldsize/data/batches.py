@@ -28,7 +28,7 @@ Collate = Callable[[list[Any]], Batch]
 
 
 def get_collate_fn(recipe: Recipe) -> Collate:
-    """Return ``recipe.collate`` if overridden, else ``default_collate`` for the fast path of :func:`fetch_batch`."""
+    """Return ``recipe.collate`` if overridden, else ``default_collate`` for the fast path."""
     return default_collate if type(recipe).collate is Recipe.collate else recipe.collate
 
 
@@ -60,7 +60,7 @@ def _load_samples(dataset: Any, indices: list[int]) -> list[Any]:
 
 
 def find_current_sample(frame: FrameType | None) -> int | None:
-    """Find the index of the sample being loaded in the stack of ``frame``; None if samples are loaded in batches."""
+    """Find the index of the sample being loaded in a stack; None if batches are loaded."""
     while frame is not None:
         if frame.f_code is _load_samples.__code__:
             index: int | None = frame.f_locals.get("index")

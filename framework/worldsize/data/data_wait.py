@@ -1,4 +1,4 @@
-"""Watchdog that warns about long waits for data, and ends them if the run stops or a time limit is exceeded."""
+"""Watchdog that warns about long waits for data, and ends them on a stop or timeout."""
 
 from __future__ import annotations
 
@@ -144,7 +144,10 @@ class DataWait:
             _logger.warning("%s", _format_wait(wait, waited))
 
     def _vote_on_stop(self, wait: _Wait) -> None:
-        """Vote on stopping; set the wait's error if all ranks stop. :meth:`monitor_step` waits for the vote to end."""
+        """Vote on stopping; set the wait's error if all ranks stop.
+
+        :meth:`monitor_step` waits for the vote to end.
+        """
         with self._judging:
             try:
                 if self._open is wait and self._patience.stops(wait.step):

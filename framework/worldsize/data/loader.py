@@ -131,7 +131,7 @@ def _create_micro_batches(
 def load_micro_batch(
     dataset: Any, order: Order, device: torch.device, step: int, logical_rank: int, collate: Collate = default_collate
 ) -> MicroBatch:
-    """Load a single micro-batch, of any step (from 1) and logical rank, from a map-style data set."""
+    """Load one micro-batch, of any step (from 1) and logical rank, from a map-style data set."""
     batch = _Fetcher(dataset, order, collate).__getitems__((step, logical_rank))
     return MicroBatch(to_device(batch, device), order.step_seed(step, logical_rank), step, logical_rank)
 

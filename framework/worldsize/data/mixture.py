@@ -198,7 +198,9 @@ def mixture(sources: Mapping[str, Mapping[str, Any]]) -> Mixture:
 
 @lru_cache(16)
 def _compute_quotas(shares: tuple[tuple[str, float], ...]) -> tuple[int, ...]:
-    """Return the number of positions per source in a block, rounded by the largest-remainder method.
+    """Return the number of positions per source in a block.
+
+    Numbers are rounded by the largest-remainder method.
 
     Raises:
         ConfigError: a positive share rounds to 0 positions.
@@ -229,7 +231,10 @@ def _gather_lengths(lengths: Sequence[Any], bounds: Numbers, indices: Numbers) -
 
 @lru_cache(4)
 def _assign_sources(seed: int, block: int, quotas: tuple[int, ...]) -> tuple[NDArray[numpy.uint16], Numbers]:
-    """Return the source index of each position in a block, and the number of earlier positions with that source."""
+    """Return the source index of each position in a block.
+
+    Also returns the number of earlier positions with the same source.
+    """
     slots = encipher_numbers(derive_seed(seed, "mixture", block), _BLOCK, numpy.arange(_BLOCK, dtype=numpy.uint64))
     owners = numpy.searchsorted(numpy.cumsum(quotas), slots, side="right").astype(numpy.uint16)
     turns = numpy.empty(_BLOCK, dtype=numpy.int64)
@@ -238,7 +243,10 @@ def _assign_sources(seed: int, block: int, quotas: tuple[int, ...]) -> tuple[NDA
 
 
 def _own_order(seed: int, part: int, length: int, drawn: Numbers, shuffle: Shuffle) -> Numbers:
-    """Return sample indices of a source, int64 [drawn], at positions ``drawn`` of the source's endless sequence."""
+    """Return sample indices of a source, int64 [drawn].
+
+    ``drawn``: positions in the source's endless sequence.
+    """
     epochs, places = drawn // length, drawn % length
     order = numpy.empty_like(drawn)
     for epoch in numpy.unique(epochs).tolist():

@@ -82,7 +82,9 @@ class Order:
         return self.compute_indices(step, logical_rank, len(dataset))
 
     def compute_indices(self, step: int, logical_rank: int, length: int) -> Tensor:
-        """Return one logical rank's indices in ``step``, from ``length`` samples: int64 [micro_batch_size].
+        """Return one logical rank's indices in ``step``, int64 [micro_batch_size].
+
+        ``length``: number of samples.
 
         Raises:
             ConfigError: ``length`` is 0.

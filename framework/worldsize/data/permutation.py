@@ -50,7 +50,7 @@ def permute_range(seed: int, length: int, places: range) -> Tensor:
 
 
 def permute_positions(seed: int, length: int, places: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
-    """Return the values at arbitrary positions of a permutation of ``range(length)``: int64 [places].
+    """Return a permutation of ``range(length)`` at arbitrary ``places``, int64 [places].
 
     Lengths up to 4,096 use ``torch.randperm``, since the cipher is biased on short ranges. Above that, memory is
     proportional to ``places``. Between 4,096 and 2²², the permutation is not the one of :func:`permute_range`.
@@ -69,7 +69,7 @@ _small, _whole = lru_cache(maxsize=256)(create_permutation), lru_cache(maxsize=2
 
 
 def encipher_numbers(seed: int, length: int, numbers: _Words) -> NDArray[numpy.int64]:
-    """Return the values at positions ``numbers`` of a cipher-based permutation of ``range(length)``."""
+    """Return a cipher-based permutation of ``range(length)`` at positions ``numbers``."""
     bits = max(2, (length - 1).bit_length())
     keys = _derive_keys(seed)
     indices = _apply_cipher(numbers, keys, bits)
@@ -140,7 +140,10 @@ class Shuffle(ShuffleConfig):
         return self._permute_blocks(seed, length, places)
 
     def _permute_blocks(self, seed: int, length: int, places: Numbers) -> Numbers:
-        """Permute blocks, and samples within windows; rotate by a random offset. An incomplete block stays last."""
+        """Permute blocks, and samples within windows; rotate by a random offset.
+
+        An incomplete block stays last.
+        """
         blocks, size = length // self.block, self.window * self.block
         order = numpy.empty_like(places)
         for window in numpy.unique(places // size).tolist():

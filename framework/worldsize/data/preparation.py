@@ -149,7 +149,7 @@ def _read_finished_manifest(folder: Path, request: Mapping[str, Any], on_error: 
 
 
 def _open_work_folder(folder: Path, request: Mapping[str, Any]) -> Path:
-    """Return the working folder: a new one, or the one left by an interrupted preparation of the same request."""
+    """Return the working folder: new, or from an interrupted preparation of this request."""
     work = folder / _PIECES
     if (work / _REQUEST).exists():
         _check_same(folder, _read_json(work / _REQUEST), request)
@@ -234,7 +234,7 @@ def _make_all(
 
 
 def _is_made(piece: ShardInput, on_error: OnError) -> bool:
-    """Return whether a piece is finished. With ``on_error="stop"``, pieces with skipped documents do not count."""
+    """Return whether a piece is finished; with "stop", it must not have skipped documents."""
     made = piece.read_record()
     return made is not None and not (made.skipped and on_error == "stop")
 

@@ -64,7 +64,7 @@ class Source(Dataset[Any], ABC):
         return self.__getitems__(indices)
 
     def find_bad_range(self, index: int) -> range:
-        """Return the range of samples, e.g. a row group, that is probably unreadable if sample ``index`` is."""
+        """Return the samples, e.g. a row group, that are probably unreadable if ``index`` is."""
         return range(index, index + 1)
 
     def __iter__(self) -> Iterator[Any]:
@@ -82,7 +82,7 @@ class Source(Dataset[Any], ABC):
 
     @abstractmethod
     def fingerprint(self) -> Mapping[str, Any]:
-        """Return the ``size`` of the data in bytes and a ``sha256`` of their content, to recognize changed data."""
+        """Return the data's ``size`` in bytes and ``sha256``, to recognize changed data."""
 
 
 @dataclass(frozen=True)
@@ -245,9 +245,10 @@ class IndexedSource(FileSource):
 
     @abstractmethod
     def create_scanner(self) -> Scan:
-        """Return a function that indexes one file; :func:`open_index` calls it for each file in order.
+        """Return a function that indexes one file.
 
-        The function raises SampleError for a file in the wrong format.
+        :func:`open_index` calls the function for each file in order. The function raises SampleError for a file in the
+        wrong format.
         """
 
     @cached_property

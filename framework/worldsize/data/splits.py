@@ -92,7 +92,7 @@ class HeldOut(Source):
         return group * _GROUP + int(chosen[place])
 
     def _first_from(self, number: int) -> int:
-        """Return the index, on this side, of its first sample at or after index ``number`` of ``source``."""
+        """Return this side's index of its first sample at or after ``number`` in ``source``."""
         groups, rest = divmod(len(self.source), _GROUP)
         group, place = divmod(number, _GROUP)
         chosen = _select_offsets(group, rest if group == groups else _GROUP, self.share, self.held_out)

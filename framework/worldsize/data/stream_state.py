@@ -158,7 +158,9 @@ def encode_state(state: Any, what: str = _STREAM) -> bytes:
 
 
 def decode_state(data: bytes, what: str = _STREAM) -> Any:
-    """Deserialize the result of :func:`encode_state`; ``what`` is the state's owner, for messages.
+    """Deserialize the result of :func:`encode_state`.
+
+    ``what``: the state's owner, for messages.
 
     Raises:
         CheckpointError: the bytes are damaged or have a different format.

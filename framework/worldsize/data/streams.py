@@ -251,7 +251,7 @@ class _Reading:
                 _logger.info("re-read %s of %s samples of the training stream", f"{count:,}", f"{total:,}")
 
     def _log_reading_cost(self, step: int) -> None:
-        """Warn if resuming or sharding is inefficient; raise ConfigError early if a state cannot be saved."""
+        """Warn if resuming or sharding is inefficient; refuse states that cannot be saved."""
         stateful = bool(self.collect_reader_states())
         if not self._speaks:
             return
@@ -315,7 +315,7 @@ def _check_alone(dataset: Iterable[Any]) -> None:
 
 @final
 class _Ahead(IterableDataset[Any]):
-    """Data set for a DataLoader worker: yields steps, and finally a WorldsizeError if reading fails."""
+    """Yields steps in a DataLoader worker, and finally a WorldsizeError if reading fails."""
 
     def __init__(self, reading: _Reading, begin: _Beginning) -> None:
         self._reading, self._begin = reading, begin

@@ -93,7 +93,7 @@ def input_files(inputs: Sequence[Path]) -> dict[str, Path]:
 
 
 def split_into_spans(path: Path, form: TextFormat, *, size: int) -> Iterator[Span]:
-    """Divide a file into spans: one per row group or whole-file document, otherwise about ``size`` bytes each."""
+    """Divide a file into spans: row groups, whole documents, or about ``size`` bytes each."""
     total = path.stat().st_size
     if path.suffix in _PARQUET:
         groups = _open_parquet(path).metadata

@@ -58,7 +58,7 @@ class _Requests:
 
 @final
 class WorkerLoader:
-    """Loads the batches after step ``first``, in worker processes or, if ``processes`` is 0, in this process."""
+    """Loads the batches after step ``first``, in ``processes`` workers (0: in this process)."""
 
     def __init__(
         self, fetcher: Fetcher, first: int, logical_ranks: Sequence[int], device: torch.device, processes: int

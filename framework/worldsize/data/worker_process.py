@@ -76,7 +76,7 @@ def describe_worker(batches: Iterator[Any], number: int, stacks: WorkerStacks | 
 
 
 def kill_workers(batches: Iterator[Any]) -> None:
-    """Kill an iterator's workers, which may be stuck; torch's own shutdown waits seconds for each."""
+    """Kill an iterator's workers without torch's shutdown, which waits seconds for each."""
     if batches._worker_pids_set:  # type: ignore[attr-defined]  # otherwise torch's signal handler reports a failure
         _utils.signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
         batches._worker_pids_set = False  # type: ignore[attr-defined]
@@ -110,7 +110,10 @@ def monitor_steps(
 
 
 def begin_worker(parent: int, stacks: WorkerStacks | None, _: int) -> None:
-    """Set up a data worker: exit when process ``parent`` dies, ignore signals, and reset read statistics."""
+    """Set up a data worker.
+
+    It exits when process ``parent`` dies, ignores signals, and resets its read statistics.
+    """
     COUNTS.reset()
     if stacks is not None:
         stacks.install_signal_handler(find_current_sample)
@@ -120,9 +123,10 @@ def begin_worker(parent: int, stacks: WorkerStacks | None, _: int) -> None:
 
 
 def begin_reader(parent: int, stacks: WorkerStacks | None, worker: int) -> None:
-    """Set up a stream's reader process, and hide from the stream that it runs in a DataLoader worker.
+    """Set up a stream's reader process.
 
-    In a DataLoader worker, even a single one, ``datasets`` shuffles in a different order.
+    The stream must not detect that it runs in a DataLoader worker. In a DataLoader worker, even a single one,
+    ``datasets`` shuffles in a different order.
     """
     begin_worker(parent, stacks, worker)
     _utils.worker._worker_info = None

@@ -38,10 +38,10 @@ from worldsize.world.environments import host_name
 
 @final
 class ShardCopies:
-    """One rank's copies of the state; all ranks must call :meth:`start_copy` after the same steps.
+    """One rank's copies of the state.
 
-    Stores up to two generations, i.e. copies after one step: copies in flight replace the previous generation only
-    after all have arrived on all ranks.
+    All ranks must call :meth:`start_copy` after the same steps. Stores up to two generations, i.e. copies after one
+    step: copies in flight replace the previous generation only after all have arrived on all ranks.
 
     Args:
         number: Number of the membership.
@@ -81,9 +81,10 @@ class ShardCopies:
         return newest[0] if newest else None
 
     def start_copy(self, state: StateDict, *, step: int, skipped: int, shared: Any = None) -> None:
-        """Copy this rank's shards of the state after ``step``; start sending those that no other rank holds.
+        """Copy this rank's shards of the state after ``step``.
 
-        First waits until the previous generation is complete on all ranks.
+        Starts sending the shards that no other rank holds. First waits until the previous generation is complete on all
+        ranks.
         """
         self.close()
         tensors, values = split_tensors({part: child for part, child in state.items() if part != "strategy"})
@@ -126,7 +127,7 @@ class ShardCopies:
 
 @final
 class _Buffers:
-    """Memory of one generation: copies of this rank's own shards, and of the shards that it receives from another rank.
+    """Memory of one generation: this rank's own shards, and shards received from another rank.
 
     Shards to send come first, so that a contiguous slice of the buffer can be sent without a copy.
     """
@@ -190,7 +191,9 @@ class ShardRecovery:
             self._left, self._copies = self._copies.collect_generations(), None
 
     def hand_over(self, world: World, ranks: int) -> None:
-        """Send shards that no continuing rank stores to the first ``ranks`` ranks; all ranks must call this.
+        """Send shards that no continuing rank stores to the first ``ranks`` ranks.
+
+        All ranks must call this.
 
         Raises:
             CheckpointError: every generation has lost a shard.
@@ -323,7 +326,10 @@ def receive_state(
 
 
 def _messages(forms: Sequence[_Form]) -> Iterator[list[str]]:
-    """Group tensors of the same dtype into messages of up to 16 MiB, or of one larger tensor; yield their names."""
+    """Group tensors of the same dtype into messages, and yield their names.
+
+    A message has up to 16 MiB, or one larger tensor.
+    """
     for dtype, same in groupby(sorted(forms, key=lambda form: str(form[1])), key=lambda form: form[1]):
         names, size = list[str](), 0
         for name, _, shape in same:

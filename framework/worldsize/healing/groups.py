@@ -36,7 +36,9 @@ from worldsize.devices import backend_names
 
 @final
 class Meetings:
-    """Creates a store per membership and keeps the newest alive, since a process group does not keep its store alive.
+    """Creates a store per membership.
+
+    The newest store is kept alive here, since a process group does not keep its store alive.
 
     Args:
         place: ``file://PREFIX`` for folders on one host, or ``tcp://HOST:PORT`` of a store's server.

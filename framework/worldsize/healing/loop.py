@@ -172,7 +172,7 @@ class HealingMember:
         return settings, world
 
     def _hand_over_shards(self, world: World, membership: Membership, settings: Settings, store: Store | None) -> World:
-        """Transfer shards from processes that become spares to those that train, in temporary groups."""
+        """Transfer shards from processes that become spares to the others, in temporary groups."""
         if store is not None and self._shards:
             everyone = (*membership.members, *membership.waiting)
             world = rebuild_groups(world, everyone, settings.cluster, store, copies=True)
@@ -249,7 +249,7 @@ def _create_change_event(now: Membership, before: Membership | None, step: int, 
 
 
 def joins_later(placement: Placement) -> bool:
-    """Return whether this process joins a running gang, as a replacement, an addition or a spare."""
+    """Return whether this process joins a running gang: a replacement, addition or spare."""
     return placement.starts > 0 or placement.rank >= placement.world_size
 
 

@@ -56,10 +56,10 @@ class LossPolicy:
     patience: float = 0.0
 
     def may_lose(self, connection: AgentConnection, run: RunDirectory, suffices: Callable[[], bool]) -> bool:
-        """Return whether this host may continue without the connection's host; if not, the other hosts take over.
+        """Return whether this host may continue without the connection's host.
 
-        While ``suffices`` returns False, too few hosts respond, so this host may itself be disconnected. In that case,
-        give the others time to take over.
+        If not, the other hosts take over. While ``suffices`` returns False, too few hosts respond, so this host may
+        itself be disconnected. In that case, give the others time to take over.
         """
         if not self.is_current():
             return False

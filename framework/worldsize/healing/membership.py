@@ -42,7 +42,7 @@ Message = Mapping[str, Any]
 
 
 class Pipe(Protocol):
-    """Interface of a multiprocessing connection, also implemented by connections to remote hosts."""
+    """Interface of a multiprocessing connection, also of connections to remote hosts."""
 
     @property
     def closed(self) -> bool: ...
@@ -247,7 +247,7 @@ class MembershipChannel:
 
 
 def _waits_for_peers() -> bool:
-    """Return whether the main thread is executing torch, or a module of worldsize that calls collectives."""
+    """Return whether the main thread runs torch, or a worldsize module with collectives."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and _WAITS_FOR_PEERS.match(str(frame.f_globals.get("__name__"))) is not None
 

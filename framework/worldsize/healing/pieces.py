@@ -24,7 +24,10 @@ _SMALL = 4096  # bytes up to which all holders of a shard copy it, such as an op
 @final
 @dataclass(frozen=True)
 class Place:
-    """A rank's host and its data-parallel rank ``part``; None: each rank is a data-parallel replica."""
+    """A rank's host and its data-parallel rank ``part``.
+
+    None: each rank is a data-parallel replica.
+    """
 
     host: str
     part: int | None = None
@@ -99,7 +102,10 @@ def _compute_box(tensor: Tensor) -> Box:
 
 
 def slice_box(tensor: Tensor, within: Box, part: Box) -> Tensor:
-    """Return a view of box ``part`` (indices into the full tensor) in ``tensor``, the shard with box ``within``."""
+    """Return a view of box ``part`` in ``tensor``, the shard with box ``within``.
+
+    Boxes are in indices of the full tensor.
+    """
     slices = slices_in(part, [begin for begin, _ in within])
     return tensor[slices] if slices else tensor
 
@@ -129,7 +135,7 @@ class PieceLayout:
         self._distance = self._best_distance()
 
     def list_sole(self, rank: int) -> list[Piece]:
-        """Return the shards stored by ``rank`` but by no other holder; it sends copies of these to its peer."""
+        """Return the shards that only ``rank`` stores among their holders; its peer gets copies."""
         return [piece for piece, keepers in self._assign_keepers(rank) if len(keepers) == 1]
 
     def list_shared(self, rank: int) -> list[Piece]:
@@ -179,7 +185,7 @@ class PieceLayout:
             turns += len(placement.tensors)
 
     def _choose_keepers(self, piece: Piece, ranks: Sequence[int], turn: int) -> Sequence[int]:
-        """Return which of the ``ranks`` that hold a shard store it; ``turn`` spreads the shards over the ranks."""
+        """Return which of the ``ranks`` with a shard store it; ``turn`` balances the load."""
         if self.count_bytes(piece) <= _SMALL:
             return ranks
         first, following = (ranks[(turn + step) % len(ranks)] for step in (0, 1))
@@ -187,7 +193,7 @@ class PieceLayout:
         return first, next((rank for rank in others if self._hosts[rank] != self._hosts[first]), following)
 
     def _best_distance(self) -> int:
-        """Return the rank distance that gives the fewest ranks a peer on their own host; 0 without peers.
+        """Return the rank distance with the fewest peers on the same host; 0 without peers.
 
         Ties are broken by the fewest peers with the same data-parallel rank.
         """
@@ -203,7 +209,10 @@ class PieceLayout:
         return best
 
     def _die_apart(self, ranks: Sequence[int]) -> bool:
-        """Return whether ``ranks`` are redundant: several, and in different replicas if the gang has several replicas."""
+        """Return whether ``ranks`` are redundant.
+
+        There must be several, in different data-parallel replicas if the gang has several replicas.
+        """
         is_one_part = not self._has_one_part and len({self._parts[rank] for rank in ranks}) == 1
         return len(ranks) > 1 and not is_one_part
 
@@ -227,7 +236,7 @@ def collect_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
 
 
 def gather_values(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """All-gather a picklable value over ``group`` (None: one process); return all values in rank order."""
+    """All-gather a picklable value over ``group`` (None: one process), in rank order."""
     if group is None:
         return [value]
     values = [None] * group.size()

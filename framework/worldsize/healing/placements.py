@@ -174,7 +174,10 @@ def plan_transfers(
 
 
 def plan_handover(ranks: int, rank: int, kept: Sequence[TensorPlacement], names: Sequence[str]) -> list[Transfer]:
-    """Return ``rank``'s part of the transfers that give the first ``ranks`` ranks the shards none of them stores."""
+    """Return ``rank``'s part of the transfers of shards to the first ``ranks`` ranks.
+
+    These are the shards that none of the first ranks stores.
+    """
     transfers = []
     for placement in kept:
         by_turn = _group_by_turn(placement.tensors, ranks)
@@ -193,7 +196,7 @@ def plan_handover(ranks: int, rank: int, kept: Sequence[TensorPlacement], names:
 def _match_placements(
     kept: Sequence[TensorPlacement], needed: Sequence[TensorPlacement]
 ) -> Iterator[tuple[TensorPlacement, int, list[int]]]:
-    """Yield (placement in ``kept``, index in ``needed``, common tensors), where there are common tensors."""
+    """Yield (placement in ``kept``, index in ``needed``, common tensors) where there are any."""
     place_of = {tensor: place for place, holders in enumerate(needed) for tensor in holders.tensors}
     for keepers in kept:
         by_place: dict[int, list[int]] = {}

@@ -74,7 +74,7 @@ class Recovered:
 @final
 @dataclass(frozen=True)
 class _Account:
-    """One rank's stored shards (``offers``) and needed shards (``held``), and its values for the other ranks."""
+    """One rank's ``offers`` (stored shards), ``held`` (needed shards), and values for others."""
 
     offers: Sequence[_Offer]
     held: Held
@@ -188,7 +188,7 @@ def _create_offers(own: Sequence[Generation]) -> list[_Offer]:
 
 
 def _broadcast_from_first(value: Any, keepers: Sequence[TensorPlacement], group: ProcessGroup | None) -> Any:
-    """Return the plain ``value`` of the first rank that stores a shard; all ranks must call this."""
+    """Return ``value`` of the first rank that stores a shard; all ranks must call this."""
     source = min(min(ranks) for placement in keepers for ranks in placement.ranks.values())
     return broadcast(value, source, group)
 
@@ -226,7 +226,10 @@ def _split_transfer(transfer: Transfer, most: int) -> Iterator[Transfer]:
 
 @final
 class _PieceExchange:
-    """Transfers shards between ranks: from ``parts``, which this rank stores, and into ``targets``, which it needs."""
+    """Transfers shards between ranks.
+
+    ``parts``: shards that this rank stores. ``targets``: shards that this rank needs.
+    """
 
     def __init__(
         self, group: ProcessGroup | None, targets: Mapping[Piece, Tensor], parts: Mapping[Piece, Tensor]

@@ -18,11 +18,12 @@ _MOST_REPEATS = 3  # after this many equal memberships (members and first step),
 @final
 @dataclass
 class Roster:
-    """Decides on memberships; leaves I/O to the caller, so that the processes may be on any hosts.
+    """Decides on memberships.
 
-    A membership ends when a member dies or reports a lost peer. If a newcomer is ready or a member is to leave, it ends
-    once all members have trained a few steps in it. Every member then receives a stop and answers with its last
-    completed step, and the next membership starts with the members that have answered.
+    I/O is left to the caller, so that the processes may be on any hosts. A membership ends when a member dies or
+    reports a lost peer. If a newcomer is ready or a member is to leave, it ends once all members have trained a few
+    steps in it. Every member then receives a stop and answers with its last completed step, and the next membership
+    starts with the members that have answered.
 
     The number of members is ``target`` while enough processes are alive, rounded down to whole blocks. If several kinds
     of blocks are possible, those with the most members are formed. Further processes wait as spares that replace dead
@@ -99,7 +100,10 @@ class Roster:
         self._start_membership()
 
     def remove_rank(self, rank: int) -> None:
-        """Continue without a process, as requested; it exits when the next membership does not include it."""
+        """Continue without a process, as requested.
+
+        The process exits when the next membership does not include it.
+        """
         self.target -= 1
         self._leaving.add(rank)
         if rank in self._stopped and rank not in self.members:
@@ -141,11 +145,14 @@ class Roster:
         self.tell(rank, Membership(self.number, ()).to_message())
 
     def _next_members(self) -> tuple[int, ...]:
-        """Return the next members: those that stay, then newcomers up to the target, in whole blocks."""
+        """Return the next members in whole blocks: staying ones, then newcomers up to the target."""
         return max(map(self._fill_blocks, self.blocks), key=len)  # the first kind of those with most members
 
     def _fill_blocks(self, block: Block) -> tuple[int, ...]:
-        """Return the next members in whole blocks of one kind; :func:`find_block` must choose it for their number."""
+        """Return the next members in whole blocks of one kind.
+
+        Their number must be one for which :func:`find_block` returns this kind.
+        """
         staying = {rank: None for rank in self.members if rank not in self._leaving}  # an ordered set
         newcomers = sorted(self._stopped.keys() - {*self.members})  # sorted, so that a host's ranks are adjacent
         able = _split_groups([*staying, *newcomers], block.together, self.node_of)
@@ -201,7 +208,7 @@ class Roster:
 
 
 def _split_groups(ranks: Sequence[int], size: int, node_of: Callable[[int], int]) -> list[list[int]]:
-    """Split ranks into groups of ``size`` on one host, omitting incomplete ones, in the order of completion."""
+    """Split ranks into full groups of ``size`` on one host, in the order they fill up."""
     full, begun = list[list[int]](), dict[int, list[int]]()
     for rank in ranks:
         group = begun.setdefault(node_of(rank), [])

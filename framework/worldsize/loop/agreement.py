@@ -1,4 +1,4 @@
-"""Turns a rank's request to stop or save into a decision that all ranks make at the same step."""
+"""Turns a rank's request to stop or save into a decision of all ranks at the same step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Agreement:
         self._stride = max(1, min(self._longest, int(_INTERVAL * steps_per_second)))
 
     def exchange_wishes(self, step: int) -> Wishes:
-        """Return the result of the last exchange, and start the next one after ``step`` if it is due.
+        """Return the last exchange's result, and start the next exchange after ``step`` if due.
 
         The run stops if any rank requests it; it saves once all ranks request it.
         """

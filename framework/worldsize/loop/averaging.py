@@ -1,4 +1,4 @@
-"""Averages the weights over training steps, and evaluates both the weights and their average."""
+"""Averages the weights over training steps; evaluates the weights and their average."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from worldsize.core.sections import WeightAverage
 
 @final
 class AveragedReplica(Replica):
-    """Trains ``inner``, and averages this rank's shard of the weights after each step, without communication.
+    """Trains ``inner``, and averages this rank's shard of the weights after each step.
 
-    Like torch.optim.swa_utils.AveragedModel, it averages all weights, including those that the step did not change,
-    and the first averaging copies the weights. A step whose updates were all skipped does not count.
+    Averaging does not communicate. As in torch.optim.swa_utils.AveragedModel, all weights are averaged, including those
+    that the step did not change, and the first averaging copies the weights. A step whose updates were all skipped does
+    not count.
 
     The average has float32 precision, or the weights' precision if higher. Buffers and frozen parameters are not
     averaged. In addition to the keys of ``inner``, the state has a key ``ema`` with the averaged ``weights``, by the
@@ -70,7 +71,7 @@ class AveragedReplica(Replica):
 
     @contextmanager
     def use_average(self) -> Iterator[None]:
-        """Replace the weights with their average in this block; before the first averaging, keep the weights."""
+        """Replace the weights with their average in this block, once there is one."""
         if self._updates < self._average.every:
             yield
             return
@@ -113,7 +114,7 @@ class AveragedReplica(Replica):
 
 
 def evaluate_all(replica: Replica, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
-    """Return the metrics of ``evaluate`` for the weights, and if ``replica`` averages them, for the average.
+    """Return the metrics of the weights, and of their average if ``replica`` has one.
 
     Metrics of the average have the prefix ``ema/``.
     """

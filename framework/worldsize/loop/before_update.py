@@ -1,4 +1,4 @@
-"""Lets the training loop run code inside a replica's step, after the losses are known and before the update.
+"""Lets the training loop run code inside a replica's step, between losses and update.
 
 Also passes the replica a flag: whether the step may be logged.
 """

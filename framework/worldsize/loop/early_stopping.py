@@ -1,4 +1,4 @@
-"""Early stopping, as a pure function of a run's evaluations with the same result on every rank."""
+"""Early stopping as a pure function of evaluations, with equal results on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Evaluations = Sequence[tuple[int, Mapping[str, float]]]
 @final
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Ends a run after ``patience`` consecutive evaluations in which ``metric`` did not improve on its best value.
+    """Ends a run after ``patience`` evaluations in a row without improvement of ``metric``.
 
     An improvement must exceed ``min_delta`` in ``direction``. NaN is never an improvement.
 
@@ -61,7 +61,9 @@ class EarlyStopping:
 
 
 def get_metric_value(metrics: Mapping[str, float], name: str, *, key: str) -> float:
-    """Return the metric ``name`` of an evaluation; ``key`` is the configuration key with this name, for errors.
+    """Return the metric ``name`` of an evaluation.
+
+    ``key``: the configuration key with this name, for errors.
 
     Raises:
         ConfigError: the evaluation lacks the metric.

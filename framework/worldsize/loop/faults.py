@@ -57,14 +57,17 @@ _LARGEST = 4096  # elements per block, few enough for the allocator to reuse it 
 
 @final
 class Heap:
-    """Allocates and frees blocks of odd sizes in this process, so that later allocations get different addresses."""
+    """Allocates and frees blocks of odd sizes, so that later allocations change addresses."""
 
     def __init__(self) -> None:
         self._random = random.Random()  # leaves the run's own generators unchanged
         self._kept: list[Tensor | bytearray] = []
 
     def perturb(self) -> None:
-        """Allocate blocks of NaN, then free a random half of all blocks; the rest occupy their addresses."""
+        """Allocate blocks of NaN, then free a random half of all blocks.
+
+        The other half keeps its addresses occupied.
+        """
         blocks = [block for _ in range(_BLOCKS) for block in (self._allocate_tensor(), bytearray(self._draw_size()))]
         mixed: list[Tensor | bytearray] = [*self._kept, *blocks]
         self._random.shuffle(mixed)
@@ -141,7 +144,10 @@ class Fault:
 @final
 @dataclass
 class Faults:
-    """The faults of a run; :meth:`arm_faults` selects those of one process, and the other methods inject them."""
+    """The faults of a run.
+
+    :meth:`arm_faults` selects the faults of one process; the other methods inject them.
+    """
 
     planned: Sequence[Fault] = ()
     _mine: list[Fault] = field(default_factory=list)
@@ -171,7 +177,7 @@ class Faults:
         self.report_point("process:begin")
 
     def inject_into_steps(self, steps: Iterable[T], first: int) -> Generator[T]:
-        """Yield ``steps``, numbered from ``first + 1``, and inject the faults of a step before yielding it."""
+        """Yield ``steps``, numbered from ``first + 1``, after injecting each step's faults."""
         for number, step in enumerate(steps, first + 1):
             self.report_step(number)
             yield step

@@ -70,9 +70,10 @@ class LoopConfig:
         return step == self.steps and self.saves(step) and not self.keeps_best
 
     def measures(self, step: int, ranks: int) -> bool:
-        """Return whether to measure the time breakdown of ``step``: up to about 50 steps between two logged steps.
+        """Return whether to measure the time breakdown of ``step``.
 
-        Each rank sends its measurements to all ``ranks``, so large worlds measure fewer steps.
+        Up to about 50 steps are measured between two logged steps. Each rank sends its measurements to all ``ranks``,
+        so large worlds measure fewer steps.
         """
         measured = max(1, min(_MEASURED, _GATHERED // ranks))
         return step % max(1, self.log_every // measured) == 0 or self.logs(step)
@@ -218,7 +219,7 @@ class _Loop:
         return TrainingProgress(config.steps, self._skipped)
 
     def _stop_after(self, step: int, *, saved: int) -> TrainingProgress:
-        """Save ``step`` unless it is ``saved``, because the run must stop while it waits for the next step's data."""
+        """Save ``step`` unless it is ``saved``, since the run stops while waiting for data."""
         self._emit_logged(examine=False)
         if saved < step:
             self._save_checkpoint(step, evaluated=True)
@@ -263,10 +264,11 @@ class _Loop:
     def add_to_window(
         self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False
     ) -> None:
-        """Add the step's losses and metrics to the window; if the step is logged, start to gather its log.
+        """Add the step's losses and metrics to the window.
 
-        With ``logs_first``, this runs before the update, so that no rank completes a step whose log may be lost: if
-        a process dies before all ranks have the log, all repeat the step; if it dies later, the others have the log.
+        If the step is logged, starts to gather its log. With ``logs_first``, this runs before the update, so that no
+        rank completes a step whose log may be lost: if a process dies before all ranks have the log, all repeat the
+        step; if it dies later, the others have the log.
         """
         self._added = self._begun
         self._window.add_losses(losses, metrics, occasional=occasional)
@@ -288,7 +290,10 @@ class _Loop:
         self._logged = partial(closed.create_event, self._result, self._skipped)
 
     def _emit_logged(self, *, examine: bool = True) -> None:
-        """Emit the event of the last logged step unless already done; all ranks examine it if more steps follow."""
+        """Emit the event of the last logged step unless already done.
+
+        If more steps follow, all ranks examine the event.
+        """
         if self._logged is None:
             return
         done, self._logged = self._logged(), None

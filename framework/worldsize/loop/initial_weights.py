@@ -1,4 +1,4 @@
-"""Initializes a run from weights in another run's checkpoint, safetensors files, or a state_dict file."""
+"""Initializes a run from weights in a checkpoint, safetensors files or a state_dict file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class InitialWeights:
     """Whether the files and the model must have the same weight names."""
 
     def check_recipe(self, recipe: Recipe, *, makes_rows: bool) -> None:
-        """Check that the weights fit the recipe's model; unless ``strict``, log the names that are ignored.
+        """Check that the weights fit the recipe's model.
+
+        Unless ``strict``, log the names that are ignored.
 
         Args:
             recipe: Recipe whose model is initialized.
@@ -118,7 +120,10 @@ def _format_names(names: list[str]) -> str:
 
 
 def build_empty_model(recipe: Recipe) -> nn.Module:
-    """Build the recipe's model on the meta device, or if that fails, in the same way as sharding strategies."""
+    """Build the recipe's model on the meta device.
+
+    If that fails, build it as sharding strategies do (:class:`.DeferredModel`).
+    """
     try:
         with keep_generators(), torch.device("meta"):
             return recipe.model()

@@ -1,4 +1,4 @@
-"""Learning-rate schedules that torch does not provide as a single object, and a sequence of schedules."""
+"""Learning-rate schedules that torch lacks as single objects, and chained schedules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def warmup_cosine(
     warmup_steps: WarmupSteps = None,
     floor: Floor = 0.1,
 ) -> LRScheduler:
-    """Return a linear warm-up to the optimizer's learning rate, then half a cosine down to ``floor`` times that rate.
+    """Return a linear warm-up to the peak, then half a cosine to ``floor`` times the peak.
 
     Args:
         optimizer: its learning rate is the peak.
@@ -57,7 +57,7 @@ def warmup_linear(
     warmup_steps: WarmupSteps = None,
     floor: Floor = 0.0,
 ) -> LRScheduler:
-    """Return a linear warm-up to the optimizer's learning rate, then linear decay to ``floor`` times that rate.
+    """Return a linear warm-up to the peak, then linear decay to ``floor`` times the peak.
 
     For the arguments, see :func:`warmup_cosine`. Source: BERT, Devlin et al. 2019, arXiv 1810.04805, appendix A.2.
     """
@@ -72,11 +72,12 @@ def warmup_linear(
 def warmup_inverse_sqrt(
     optimizer: Optimizer, *, steps: Steps, warmup: Warmup = 0.05, warmup_steps: WarmupSteps = None
 ) -> LRScheduler:
-    """Return a linear warm-up, then the peak times the square root of the warm-up length over the step number.
+    """Return a linear warm-up, then decay with the inverse square root of the step.
 
-    If ``warmup_steps`` is given, the schedule does not depend on the length of the run, so that the run can be
-    extended. For the arguments, see :func:`warmup_cosine`. Source: Vaswani et al. 2017, arXiv 1706.03762, equation 3,
-    with the optimizer's learning rate as its peak.
+    After the warm-up, the rate is the peak times the square root of the warm-up length over the step number. If
+    ``warmup_steps`` is given, the schedule does not depend on the length of the run, so that the run can be extended.
+    For the arguments, see :func:`warmup_cosine`. Source: Vaswani et al. 2017, arXiv 1706.03762, equation 3, with the
+    optimizer's learning rate as its peak.
     """
     rising = _count_warmup_steps(steps, warmup, warmup_steps)
     return _prepend_warmup(optimizer, rising, lambda step: math.sqrt(rising / (step + 1)))
@@ -92,7 +93,7 @@ def warmup_stable_decay(
     shape: Literal["linear", "sqrt"] = "sqrt",
     floor: Floor = 0.0,
 ) -> LRScheduler:
-    """Return a linear warm-up, then a constant peak, then decay to ``floor`` times the peak at the end of the run.
+    """Return a linear warm-up, a constant peak, and a final decay to ``floor`` times the peak.
 
     A run that is resumed with more steps from a checkpoint before the decay continues at the peak.
 
@@ -134,10 +135,10 @@ def _prepend_warmup(optimizer: Optimizer, rising: int, falling: Callable[[int], 
 
 
 def chained(optimizer: Optimizer, *, steps: Steps, parts: Sequence[Mapping[str, Any]]) -> LRScheduler:
-    """Return a sequence of schedules, each starting from its own step 0 where the previous one ends.
+    """Return a sequence of schedules.
 
-    This resembles torch's ``SequentialLR``, but the rate of a step depends only on its number. After the last step, the
-    last schedule continues.
+    Each schedule starts from its own step 0 where the previous schedule ends. This resembles torch's ``SequentialLR``,
+    but the rate of a step depends only on its number. After the last step, the last schedule continues.
 
     Args:
         optimizer: Its learning rate is the peak of each schedule.
@@ -196,7 +197,7 @@ def _parse_length(index: int, part: Mapping[str, Any], steps: int) -> int:
 
 
 def _build_factor(index: int, part: Mapping[str, Any], length: int) -> Callable[[int], float]:
-    """Return the learning rate of a part with ``length`` steps, relative to the peak, as a function of the step."""
+    """Return a part's learning rate, relative to the peak, as a function of the step."""
     key, name = f"schedule.parts[{index}]", str(part.get("name"))
     if name not in _NAMED:
         raise ConfigError(f"{key}: unknown schedule {name!r}{neighbours(name, _NAMED)}")

@@ -35,7 +35,9 @@ class TrainingMetrics:
         self._agreed: set[tuple[str, ...]] = set()  # sets of names that all ranks have compared
 
     def add(self, metrics: Mapping[str, Tensor], *, occasional: bool = False) -> None:
-        """Add a step's metrics, float64 (local micro-batches, 2) by name, without waiting for the device.
+        """Add a step's metrics by name, without waiting for the device.
+
+        Each metric is float64 (local micro-batches, 2).
 
         Args:
             metrics: Metrics of the step.
@@ -66,7 +68,9 @@ class TrainingMetrics:
             self.sums = {}
 
     def check_names(self, world: World) -> None:
-        """Check, once per set of names, that all ranks have the same names and thus exchange tensors of equal size.
+        """Check that all ranks have the same metric names, once per set of names.
+
+        Ranks thus exchange tensors of equal size.
 
         Raises:
             ConfigError: a rank's names differ from rank 0's.
@@ -77,7 +81,9 @@ class TrainingMetrics:
             self._agreed.add(names)
 
     def take_sums(self, world: World, padding: int = 0) -> tuple[Sequence[str], Tensor]:
-        """Return the names and the sums, a tensor (names × (micro-batches + padding) × 2,), and reset them.
+        """Return the names and the sums, and reset the sums.
+
+        The sums are a tensor (names × (micro-batches + padding) × 2,).
 
         Args:
             world: The participating ranks.
@@ -104,7 +110,10 @@ def _check_same_names(names: list[str], world: World) -> None:
 
 
 def compute_means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
-    """Divide the sums of all ranks by their counts; each row of ``sums_pn`` (ranks, n) is from one rank's take_sums."""
+    """Divide the sums of all ranks by their counts.
+
+    Each row of ``sums_pn`` (ranks, n) comes from ``take_sums`` on one rank.
+    """
     if not names:
         return {}
     sums_pmb2 = sums_pn.view(len(sums_pn), len(names), -1, 2)
@@ -113,7 +122,7 @@ def compute_means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
 
 
 def count_missing_ranks(own: int, parts: int, logical_ranks: int | None) -> int:
-    """Return the number of padding rows, 0 or 1, with which a replica has as many logical ranks as the others.
+    """Return the number of padding rows, 0 or 1, for a replica with fewer logical ranks.
 
     Args:
         own: Number of its logical ranks.
@@ -131,7 +140,9 @@ def gather_by_logical_rank(
     logical_ranks: int | None = None,
     parts: int | None = None,
 ) -> dict[str, list[list[float]]]:
-    """Gather each metric's [sum, count] of all logical ranks, in order of rank; every rank must call this.
+    """Gather each metric's [sum, count] of all logical ranks, in order of rank.
+
+    Every rank must call this.
 
     Args:
         sums: Sums and counts of this process by name: (local logical ranks, 2).

@@ -1,4 +1,4 @@
-"""Collects measurements between two logged steps, and creates the event of the logged step from them."""
+"""Collects measurements between logged steps, and creates the events of logged steps."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class LogWindow:
             self.timer.start_step(data=seconds)
 
     def add_losses(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False) -> None:
-        """Add the step's losses (scalars) and metrics (micro-batches, 2), before or after its update."""
+        """Add the step's losses (scalars) and metrics (micro-batches, 2)."""
         self._losses.append(losses)
         self.metrics.add(metrics, occasional=occasional)
 
     def get_metric_sums(self) -> Mapping[str, Tensor]:
-        """Return this rank's sums of training metrics, float64 (micro-batches, 2), with the same names on all ranks."""
+        """Return this rank's metric sums, float64 (micro-batches, 2), by name."""
         self.metrics.check_names(self.world)
         return self.metrics.sums
 
@@ -109,7 +109,7 @@ class LogWindow:
 @final
 @dataclass(frozen=True)
 class LoggedStep:
-    """The last step of a closed window, with the all-gather of the ranks' measurements in flight."""
+    """The last step of a closed window, while its measurements are gathered from all ranks."""
 
     step: int
     batch_size: int
@@ -185,14 +185,19 @@ class LoggedStep:
 
 
 def _first_nonfinite(losses_sb: Tensor) -> Tensor:
-    """Return (loss sum, index) of the window's first step with a NaN or infinite sum; of step 0 if all are finite."""
+    """Return (loss sum, index) of the window's first step with a non-finite sum.
+
+    If all sums are finite, return those of step 0.
+    """
     sums_s = losses_sb.sum(1)
     first = sums_s.isfinite().logical_not_().byte().argmax(0, keepdim=True)
     return torch.cat([sums_s.gather(0, first), first])
 
 
 def _compute_logged_loss(nonfinite_p2: Sequence[tuple[float, float]], losses: Sequence[float]) -> float:
-    """Return the first NaN or infinite mean loss in the window, or the last step's loss if all are finite.
+    """Return the first NaN or infinite mean loss in the window.
+
+    If all are finite, return the last step's loss.
 
     Args:
         nonfinite_p2: The result of :func:`_first_nonfinite` on each rank: (ranks, 2).

@@ -1,4 +1,4 @@
-"""Restore optimizer counters that a dummy step, taken only to create optimizer state, would change."""
+"""Preserve optimizer counters across dummy steps that only create optimizer state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def find_nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 @contextmanager
 def attributes_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Restore counters in optimizer attributes after the block, where torch may take a dummy step to create state."""
+    """Restore counters in attributes after the block, where torch may take a dummy step."""
     undo = [_attributes_restorer(each) for each in find_nested_optimizers(optimizer)]
     try:
         yield
@@ -68,7 +68,7 @@ def _attributes_restorer(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _create_restorers(optimizer: Optimizer) -> list[Callable[[], None]]:
-    """Return functions that restore the options and counters of ``optimizer``, excluding nested optimizers."""
+    """Return functions that restore options and counters, excluding nested optimizers."""
     undo = [_restorer(group, {**group}, skip="params") for group in optimizer.param_groups]
     return [*undo, _attributes_restorer(optimizer)]
 

@@ -214,7 +214,11 @@ def _split_by_pattern(
 
 
 def _create_optimizer(make: Callable[..., Optimizer], groups: list[Group]) -> Optimizer:
-    """Create the optimizer. Fused optimizers reject meta tensors; for those, set ``fused`` after construction."""
+    """Create the optimizer, also for meta tensors.
+
+    Fused optimizers reject meta tensors, so they are created unfused. ``fused`` is then set unless all tensors are on
+    the meta device.
+    """
     on_meta = [parameter.is_meta for group in groups for parameter in group["params"]]
     if not any(on_meta) or not (_keywords(make).get("fused") or any(group.get("fused") for group in groups)):
         return make(groups)

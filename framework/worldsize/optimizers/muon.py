@@ -86,7 +86,7 @@ def _check_adamw_options(options: Mapping[str, Any]) -> None:
 
 
 def _build_group(algorithm: str, options: Group) -> Group:
-    """Return a parameter group with exactly the options of ``algorithm``; torch validates their values."""
+    """Return a group with exactly the options of ``algorithm``, validated by torch."""
     own = {name: value for name, value in options.items() if name in _KNOWN[algorithm]}
     return {**_KINDS[algorithm](options["params"], **own).param_groups[0], "algorithm": algorithm}
 

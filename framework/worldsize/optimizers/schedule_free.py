@@ -67,7 +67,10 @@ def begin_training(optimizer: Optimizer) -> None:
 
 
 def has_begun(optimizer: Optimizer) -> bool:
-    """Return whether a schedule-free optimizer has stepped; before that, evaluation and training weights are equal."""
+    """Return whether a schedule-free optimizer has stepped.
+
+    Before the first step, evaluation and training weights are equal.
+    """
     return any(group["k"] for group in optimizer.param_groups)
 
 
@@ -115,7 +118,7 @@ def get_special_kind(optimizer: Optimizer) -> SpecialOptimizer | None:
 
 
 def refuse_breaking(optimizer: Optimizer) -> None:
-    """Raise ConfigError if ``optimizer`` is an unsupported optimizer from torchao or schedulefree."""
+    """Raise ConfigError for an unsupported optimizer from torchao or schedulefree."""
     library = type(optimizer).__module__.partition(".")[0]
     if library in _REASONS and get_special_kind(optimizer) is None:
         raise ConfigError(f"{library}: {type(optimizer).__name__} {_REASONS[library]}")

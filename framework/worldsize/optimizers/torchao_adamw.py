@@ -61,7 +61,10 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]
         return loss
 
     def _stance(self) -> AbstractContextManager[None]:
-        """Return a context for a step; it disables compilation if configured so, or for meta tensors."""
+        """Return a context for a step, which may disable compilation.
+
+        Compilation is disabled for meta tensors, or if ``compile`` is false.
+        """
         is_meta = any(parameter.is_meta for group in self.param_groups for parameter in group["params"])
         if self._compiles and not is_meta:
             return nullcontext()

@@ -26,7 +26,10 @@ from worldsize.strategies.declared_buffers import BufferSlot
 @final
 @dataclass(frozen=True)
 class StepShape:
-    """Assignment of a step's logical ranks to processes; ``batches``: number of this process's micro-batches."""
+    """Assignment of a step's logical ranks to processes.
+
+    ``batches``: number of this process's micro-batches.
+    """
 
     logical_ranks: int
     batches: int
@@ -35,7 +38,10 @@ class StepShape:
 
     @staticmethod
     def from_group(group: ProcessGroup | None, dealing: Dealing, batches: int, logical_ranks: int | None) -> StepShape:
-        """Create the shape for ``batches`` on this process; pass the total ``logical_ranks`` if processes differ."""
+        """Create the shape for ``batches`` micro-batches on this process.
+
+        ``logical_ranks``: total, if processes have different numbers.
+        """
         size = dist.get_world_size(group) if group else 1
         return StepShape(logical_ranks or batches * size, batches, group, dealing)
 
@@ -51,7 +57,10 @@ class StepShape:
 
     @property
     def passes(self) -> int:
-        """Number of passes per process if all must make the same number: the maximum of their micro-batches."""
+        """Number of passes per process if all processes need the same number.
+
+        This is the largest number of micro-batches on a process.
+        """
         return -(-self.logical_ranks // self.size)
 
     def logical_rank(self, batch: int) -> int:
@@ -191,7 +200,7 @@ class _Same(Combination):
 
 @final
 class _Equal(Combination):
-    """Keeps the values of a micro-batch, after checking that they are bitwise equal on all logical ranks."""
+    """Keeps a micro-batch's values; they must be bitwise equal on all logical ranks."""
 
     def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
         self._slots, self._shape = slots, shape

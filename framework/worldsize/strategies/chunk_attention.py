@@ -1,10 +1,10 @@
-"""Attention over sequences in chunks: keys and values are gathered, while queries stay on their rank.
+"""Attention over sequences in chunks.
 
-The queries of a chunk attend to the keys before the chunk and, under a causal mask, to those in it up to their own
-positions. These two results are merged by their log-sum-exp (Dao et al. 2022, arXiv 2205.14135, section 3.1), so no
-mask is created. Keys and values are gathered again in the backward pass instead of being kept, as in Llama 3's context
-parallelism (arXiv 2407.21783, section 3.3.2); a rank keeps only its own chunks. Their gradients are summed over the
-chunks of queries in the tree of the layout.
+Keys and values are gathered; queries stay on their rank. The queries of a chunk attend to the keys before the chunk
+and, under a causal mask, to those in it up to their own positions. These two results are merged by their log-sum-exp
+(Dao et al. 2022, arXiv 2205.14135, section 3.1), so no mask is created. Keys and values are gathered again in the
+backward pass instead of being kept, as in Llama 3's context parallelism (arXiv 2407.21783, section 3.3.2); a rank keeps
+only its own chunks. Their gradients are summed over the chunks of queries in the tree of the layout.
 
 On CPUs, both passes use torch's flash kernels. On other devices, and for masks, the backward pass recomputes the
 attention of a chunk, with the kernels that torch selects.
@@ -54,10 +54,10 @@ def attend_by_chunk(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return ``scaled_dot_product_attention`` for chunks of queries, keys and values (batch, heads, time, features).
+    """Return ``scaled_dot_product_attention`` for sequences in chunks.
 
-    A mask needs a column for each token of the whole sequence, as from
-    :func:`~worldsize.strategies.sequence_chunks.document_mask`.
+    Queries, keys and values are chunks (batch, heads, time, features). A mask needs a column for each token of the
+    whole sequence, as from :func:`~worldsize.strategies.sequence_chunks.document_mask`.
 
     Raises:
         ConfigError: an argument is not supported, such as dropout, a mask over one chunk's keys, or unchunked tensors.
@@ -163,7 +163,7 @@ def _split_thirds(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence
 
 
 def _gather_pairs(layout: ChunkLayout, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return all keys and values, contiguous (batch, heads, time, features), from one collective."""
+    """Gather all keys and values, contiguous (batch, heads, time, features), at once."""
     pairs = [torch.cat(pair, -1) for pair in zip(keys, values, strict=True)]
     whole = layout.gather(pairs, dim=-2)
     features = keys[0].shape[-1]
@@ -173,7 +173,10 @@ def _gather_pairs(layout: ChunkLayout, keys: Sequence[Tensor], values: Sequence[
 @final
 @dataclass(frozen=True)
 class _Span:
-    """Queries [first, last) of a part. All attend to keys [0, past), and causally to keys [past, end)."""
+    """Queries [first, last) of a part.
+
+    All attend to keys [0, past), and causally to keys [past, end).
+    """
 
     first: int
     last: int
@@ -182,7 +185,7 @@ class _Span:
 
 
 def _list_blocks(layout: ChunkLayout, query: Tensor, keys: Tensor, options: _Options) -> Iterator[list[_Span]]:
-    """Yield the blocks of each part, one per chunk if attention is causal, otherwise a single one."""
+    """Yield the blocks of each part: one per chunk if attention is causal, otherwise one."""
     length = query.shape[-2] // layout.chunks_per_part
     for part in layout.parts:
         if options.is_causal:
@@ -195,7 +198,7 @@ def _list_blocks(layout: ChunkLayout, query: Tensor, keys: Tensor, options: _Opt
 
 
 def _repeat_heads(query: Tensor, shared: Tensor) -> Tensor:
-    """Repeat the heads of keys or values to match ``query``; both are (batch, heads, time, features)."""
+    """Repeat heads of ``shared`` to match ``query``, both (batch, heads, time, features)."""
     groups = query.shape[1] // shared.shape[1]
     return shared if groups == 1 else shared.repeat_interleave(groups, 1)
 
@@ -208,7 +211,10 @@ def _sum_heads(query: Tensor, shared: Tensor, gradient: Tensor) -> Tensor:
 def _merge_blocks(
     query: Tensor, keys: Tensor, values: Tensor, block: _Span, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of a block (batch, heads, queries, features) and its log-sum-exp (batch, heads, queries)."""
+    """Return a block's output and log-sum-exp.
+
+    Shapes: (batch, heads, queries, features) and (batch, heads, queries).
+    """
     own = query[..., block.first : block.last, :].contiguous()
     results = []
     for first, last, is_causal in ((0, block.past, False), (block.past, block.end, True)):
@@ -225,10 +231,10 @@ def _merge_blocks(
 
 
 def _merge_sums(past: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the combined log-sum-exp (batch, heads, queries), and the weight of each input in it.
+    """Return the combined log-sum-exp, and the weight of each input in it.
 
-    Kernels round the last elements of a tensor differently. Padding makes the bits of a head independent of the number
-    of heads on a rank.
+    All are (batch, heads, queries). Kernels round the last elements of a tensor differently. Padding makes the bits of
+    a head independent of the number of heads on a rank.
     """
     flat = [F.pad(each.flatten(), (0, -each.numel() % VECTOR)) for each in (past, present)]
     total = torch.logaddexp(*flat)
@@ -245,7 +251,7 @@ def _differentiate_blocks(
     blocks: Sequence[_Span],
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a part's queries, and their contributions to those of all keys and values.
+    """Return the gradients of a part's queries, and contributions to those of keys and values.
 
     ``known``: the part's output, its log-sum-exp, and the gradient of the output.
     """
@@ -293,7 +299,7 @@ def _differentiate_again(
     blocks: Sequence[_Span],
     scale: float | None,
 ) -> Sequence[Tensor]:
-    """Recompute the attention of a part; return the gradients of its queries, and of all keys and values."""
+    """Return gradients of a part's queries and all keys and values, by recomputation."""
     leaves = [each.detach().requires_grad_() for each in (query, keys, values)]
     with torch.enable_grad():
         output = _attend(leaves[0], leaves[1], leaves[2], mask, blocks, scale)

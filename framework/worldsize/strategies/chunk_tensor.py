@@ -1,10 +1,10 @@
-"""Context parallelism over chunks of sequences, optionally with the same bits at every ``strategy.context``.
+"""Context parallelism over chunks of sequences.
 
-All chunks have the same length. Operations of the model run on one chunk at a time. Only attention combines tokens
-(:mod:`worldsize.strategies.chunk_attention`). With ``logical_context=C``, each of C chunks is computed separately on
-any rank, and gradients of weights are summed over chunks in one fixed tree; the results have the same bits at each
-number of ranks that divides C. Otherwise, a rank computes all its tokens at once, and gradients are summed as over
-data-parallel ranks.
+Results can have the same bits at every ``strategy.context``. All chunks have the same length. Operations of the model
+run on one chunk at a time. Only attention combines tokens (:mod:`worldsize.strategies.chunk_attention`). With
+``logical_context=C``, each of C chunks is computed separately on any rank, and gradients of weights are summed over
+chunks in one fixed tree; the results have the same bits at each number of ranks that divides C. Otherwise, a rank
+computes all its tokens at once, and gradients are summed as over data-parallel ranks.
 
 Under a causal mask, the last chunk attends to C times as many keys as the first. A rank therefore holds chunks from
 both ends: consecutive elements of the tree's order 0, C-1, 1, C-2, ...
@@ -66,7 +66,7 @@ class ChunkLayout:
         return self._list_parts(self.rank)
 
     def _list_parts(self, rank: int) -> Sequence[Sequence[int]]:
-        """Return the chunk indices in each tensor of ``rank``; ranks hold equal, consecutive runs in tree order."""
+        """Return the chunks in each tensor of ``rank``; ranks hold equal runs in tree order."""
         held = self.chunks // self.size
         places = range(rank * held, (rank + 1) * held)
         own = [self.chunks - 1 - place // 2 if place % 2 else place // 2 for place in places]
@@ -103,7 +103,10 @@ class ChunkLayout:
         return torch.cat([pieces[place] for place in range(self.chunks)], dim)
 
     def scatter_sum(self, wholes: Iterable[Tensor], dim: int) -> list[Tensor]:
-        """Return this rank's parts of the sum of ``wholes``; every part of every rank contributes one tensor."""
+        """Return this rank's parts of the sum of ``wholes``.
+
+        Every part of every rank contributes one tensor.
+        """
         rows = (
             torch.stack([pieces[place] for place in self._gathered_order])
             for pieces in (each.chunk(self.chunks, dim) for each in wholes)
@@ -122,7 +125,7 @@ class ChunkLayout:
         return [place for rank in range(self.size) for part in self._list_parts(rank) for place in part]
 
     def reduce_parts(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum of ``parts``, one for each tensor of this rank; over all ranks if ``is_complete``."""
+        """Return the sum of ``parts`` on this rank, or over all ranks if ``is_complete``."""
         group = self.group if self.is_complete else None
         return sum_slices(parts, len(parts), group, is_ordered=self.is_ordered)
 
@@ -164,7 +167,7 @@ class ChunkLayout:
 
 
 def create_length_error(tokens: int, chunks: int, key: str) -> ConfigError:
-    """Return the error for sequences of ``tokens`` that are not divisible by ``chunks``, which ``key`` determines."""
+    """Return the error for ``tokens`` that are not divisible by ``chunks``, set by ``key``."""
     return ConfigError(
         f"a sequence of {tokens} tokens cannot be cut into {chunks} chunks of equal length. Use sequences with a "
         f"multiple of {chunks} tokens, or set {key} to a smaller number."
@@ -223,7 +226,7 @@ register_pytree_node(  # FSDP and activation checkpointing look for tensors in a
 
 
 def call_by_part(function: Callable[..., Any], inputs: Tensor, *weights: Tensor | None) -> Any:
-    """Call ``function`` with ``inputs`` and ``weights``: once, or if inputs are chunks, once for each part."""
+    """Call ``function`` with ``inputs`` and ``weights``, once per part if inputs are chunks."""
     return _Call(function, (inputs, *weights), {}).call() if isinstance(inputs, Chunks) else function(inputs, *weights)
 
 
@@ -266,7 +269,7 @@ class _Call:
         return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in items)
 
     def _draw(self) -> Any:
-        """Call the function for each part with its own random stream, seeded by one draw from the current stream."""
+        """Call the function for each part with its own stream, seeded from the current one."""
         device, count = self._chunks[0].parts[0].device, len(self._layout.parts)
         seed = int(torch.randint(2**62, (), device="cpu"))
         state, results = get_generator_state(device), []
@@ -329,7 +332,10 @@ def find_tensors(node: Any, kind: type[_T]) -> Iterator[_T]:
 
 
 def _select_parts(node: Any, count: int, layout: ChunkLayout) -> list[Any]:
-    """Return ``node`` for each part: chunks are replaced with the part; other tensors are shared, gradients summed."""
+    """Return ``node`` for each part.
+
+    Chunks are replaced with the part. Other tensors are shared, with gradients summed over parts.
+    """
     if isinstance(node, Chunks):
         _check_own(node)
         return list(node.parts)
@@ -347,7 +353,10 @@ def _select_parts(node: Any, count: int, layout: ChunkLayout) -> list[Any]:
 
 
 def _check_own(chunks: Chunks) -> None:
-    """Raise ConfigError if a custom autograd function returned ``chunks``: gradients would not reach the parts."""
+    """Raise ConfigError if a custom autograd function returned ``chunks``.
+
+    Gradients would not reach the parts.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         if chunks.grad_fn is not None:
             raise _create_function_error("a custom autograd function")
@@ -378,7 +387,7 @@ class _ChunkSum(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """Gives each part its own view of a tensor, so that its gradient is summed in the tree, over all ranks."""
+    """Gives each part a view of a tensor, whose gradient is summed in the tree over ranks."""
 
     @staticmethod
     def forward(ctx: Any, layout: ChunkLayout, shared: Tensor) -> tuple[Tensor, ...]:
@@ -410,7 +419,10 @@ _attention: list[Callable[..., Tensor]] = []  # one function, set by the module 
 
 
 def set_attention(attend: Callable[..., Tensor]) -> None:
-    """Set the function that computes ``scaled_dot_product_attention`` of chunks; its first argument is the layout."""
+    """Set the function that computes ``scaled_dot_product_attention`` of chunks.
+
+    ``attend``: takes the layout of the chunks as its first argument.
+    """
     _attention[:] = [attend]
 
 

@@ -1,8 +1,9 @@
-"""Check, before the first step, that a model gives the same results for chunks as for whole sequences.
+"""Check that a model gives the same results for chunks as for whole sequences.
 
-Attention without ``scaled_dot_product_attention`` would silently see one chunk, and ``torch.arange`` would number its
-positions from 0. Therefore, the first and the last tokens of a batch run through the model twice, in float32 and
-without dropout. The inputs and outputs of modules with parameters are compared by projections, one number per token.
+The check runs before the first step. Attention without ``scaled_dot_product_attention`` would silently see one chunk,
+and ``torch.arange`` would number its positions from 0. Therefore, the first and the last tokens of a batch run through
+the model twice, in float32 and without dropout. The inputs and outputs of modules with parameters are compared by
+projections, one number per token.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ Its second argument is whether sequences are in chunks. The loss is None on a ra
 def try_chunks(
     recipe: Recipe, modules: Sequence[nn.Module], batch: MicroBatch, layout: ChunkLayout, run: Passes
 ) -> None:
-    """Compare ``modules`` and the loss in chunks and in whole sequences, for some tokens of ``batch``.
+    """Compare ``modules`` and the loss in chunks and in whole sequences.
 
-    All ranks that share the model must call it together.
+    Only some tokens of ``batch`` are used. All ranks that share the model must call it together.
 
     Raises:
         ConfigError: the results differ; the message names the first module with a different input or output.
@@ -116,7 +117,7 @@ class _Tensors:
 
 
 def _project(tensor: Tensor) -> Tensor:
-    """Return one number per token of floating-point ``tensor`` (..., features), and other tensors unchanged."""
+    """Return one number per token of float ``tensor`` (..., features), others unchanged."""
     if not tensor.is_floating_point() or tensor.ndim == 1:
         return tensor.double()
     probe = torch.arange(tensor.shape[-1], device=tensor.device).cos()
@@ -145,7 +146,10 @@ def _compare_tensors(whole: _Tensors, parts: _Tensors, layout: ChunkLayout, leng
 def _pair_parts(
     whole: Tensor, parts: Chunks, layout: ChunkLayout, length: int
 ) -> Iterable[tuple[Tensor, Tensor]] | None:
-    """Pair the tokens of each part with those of ``whole`` (``length`` tokens); None if no dimension has tokens."""
+    """Pair the tokens of each part with those of ``whole``, of ``length`` tokens.
+
+    None if no dimension has tokens.
+    """
     if whole.ndim != parts.ndim:
         return None
     own = length // layout.chunks * layout.chunks_per_part  # tokens of a part

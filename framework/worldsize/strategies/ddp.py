@@ -112,7 +112,7 @@ class DDP(Strategy):
         return worker_roles(cluster, self.on_failure)
 
     def _check_density(self, cluster: Cluster) -> None:
-        """Refuse a density at which gathering values and indices sends more than an uncompressed all-reduce."""
+        """Refuse a density at which "topk" sends more than an uncompressed all-reduce."""
         senders, kind = gathering(cluster, self.reduce)
         if senders * self.density > 1 and senders > 1:
             raise ConfigError(
@@ -197,7 +197,7 @@ class DDP(Strategy):
 
 
 def worker_roles(cluster: Cluster, on_failure: OnFailure, blocks: tuple[Block, ...] = (Block(),)) -> Mapping[str, Role]:
-    """Return the roles of a strategy whose processes are all workers and may heal, in whole ``blocks``."""
+    """Return the roles of a strategy with only workers, which may heal in whole ``blocks``."""
     if on_failure == "heal":
         least = cluster.min_processes if blocks == (Block(),) else round_up(cluster.min_processes, blocks)
         return {"worker": Role(cluster.processes, restart="heal", min_processes=least, blocks=blocks)}

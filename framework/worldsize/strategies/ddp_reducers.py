@@ -255,7 +255,10 @@ class OrderedReducer(GradientReducer):
         return torch.div(total, self._tree.logical_ranks, out=bucket.buffer())
 
     def _collect_nodes(self, bucket: GradBucket) -> list[Tensor]:
-        """Return this process's tree nodes for a bucket, each (n,); the bucket contains the last leaf's gradients."""
+        """Return this process's tree nodes for a bucket, each (n,).
+
+        The bucket contains the gradients of the last leaf.
+        """
         places = [self._place[id(parameter)] for parameter in bucket.parameters()]
         *complete, current = self._counters
         for waiting in current.waiting:

@@ -1,4 +1,4 @@
-"""Backward passes in two parts: first the input gradients of layers, later their weight gradients.
+"""Backward passes in two parts: first input gradients of layers, later weight gradients.
 
 A pipeline stage sends its input gradient before it computes weight gradients (Qi et al. 2024, arXiv 2401.10241). Linear
 layers and convolutions have separate autograd graphs. Each graph runs twice: for the input gradient in the backward
@@ -52,7 +52,7 @@ class DeferredWeights:
         uses.gradients.append(gradient)
 
     def hold_gradients(self, stage: nn.Module) -> None:
-        """Take the gradients of the first part from the parameters, to keep them apart from later passes.
+        """Hold the gradients of the first part, apart from those of later passes.
 
         Raises:
             ConfigError: a weight is used by a deferred layer and directly, so the order of sums would change.
@@ -98,9 +98,9 @@ def deferring_weights() -> Iterator[DeferredWeights]:
 
 
 def is_needed(part: Part) -> bool:
-    """Return whether the backward pass of a layer needs this part now; for autograd functions inside such a layer.
+    """Return whether a layer's backward pass needs this part now.
 
-    Their ``ctx.needs_input_grad`` does not depend on the part.
+    For autograd functions inside such a layer. Their ``ctx.needs_input_grad`` does not depend on the part.
     """
     return not _parts or _parts[-1] == part
 
@@ -120,7 +120,7 @@ def allow_deferring(stage: nn.Module) -> None:
 
 
 def _call_apart(module: nn.Module, call: Callable[..., Tensor], input: Tensor) -> Tensor:
-    """Call a layer in a separate graph if possible; ``input`` has this name since users may pass it by keyword."""
+    """Call a layer in a separate graph if possible; users may pass ``input`` by keyword."""
     own: list[Any] = [each for each in (module.weight, module.bias) if each is not None]
     weights = [each for each in own if each.requires_grad]
     has_hooks: Any = _C._autograd._top_saved_tensors_default_hooks(False)  # a checkpoint would run for each part
@@ -171,7 +171,7 @@ class _Apart(torch.autograd.Function):
 
 
 def _accumulates(ctx: Any) -> bool:
-    """Return whether the running backward pass accumulates into ``.grad``; False inside a torch.autograd.grad call."""
+    """Return whether backward accumulates into ``.grad``; False in torch.autograd.grad."""
     try:
         return _C._will_engine_execute_node(ctx.next_functions[-1][0])  # of the last weight
     except RuntimeError:  # raised for a leaf whose gradient torch.autograd.grad returns

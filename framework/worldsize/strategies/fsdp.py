@@ -159,7 +159,10 @@ class FSDP(Strategy):
         return worker_roles(cluster, self.on_failure)
 
     def _shard_size(self, processes: int, per_node: int) -> int:
-        """Return the shards per copy; for healing, rounded up to a divisor of ``processes``, at least 2 if ordered."""
+        """Return the number of shards per copy.
+
+        For healing, it is rounded up to a divisor of ``processes``, at least 2 if ordered.
+        """
         planned: int = {"all": processes, "node": per_node}.get(self.shard, self.shard)  # type: ignore[arg-type]
         if self.on_failure == "heal":
             least = max(planned, 2) if self.reduce == "ordered" else planned

@@ -48,7 +48,7 @@ class GatheredFeatures:
         shape: StepShape,
         dropped: _Repeated,
     ) -> None:
-        """Gather the features of all logical ranks, and differentiate all losses with respect to them.
+        """Gather the features of all logical ranks; differentiate all losses with respect to them.
 
         All processes must call it before :meth:`compute_loss`. ``dropped``: returns the context of a discarded pass.
         """

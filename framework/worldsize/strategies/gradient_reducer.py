@@ -92,9 +92,10 @@ class GradientReducer(ABC):
         scale_gradients(parameters, factor)
 
     def compute_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """Return the L2 norm of the whole gradient, a scalar equal on all ranks that share the gradient.
+        """Return the L2 norm of the whole gradient, a scalar.
 
-        None if servers hold part of the gradient: only :meth:`clip` can then wait for the norm.
+        The norm is equal on all ranks that share the gradient. None if servers hold part of the gradient: only
+        :meth:`clip` can then wait for the norm.
         """
         gradients = [each.grad for each in parameters if each.grad is not None]
         if not (self.is_ordered and any(is_accelerator(gradient.device) for gradient in gradients)):
@@ -208,9 +209,10 @@ def compute_aligned_norm(gradient: Tensor) -> Tensor:
 
 @final
 class Presence:
-    """Records which of ``parameters`` had a gradient in a step; the others must keep ``grad=None``.
+    """Records which of ``parameters`` had a gradient in a step.
 
-    Optimizers skip parameters without a gradient, but apply weight decay to parameters with a zero gradient.
+    The others must keep ``grad=None``. Optimizers skip parameters without a gradient, but apply weight decay to
+    parameters with a zero gradient.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -234,7 +236,7 @@ class Presence:
 
 @final
 class PresenceExchange:
-    """Exchanges which gradients exist on which ranks of ``group``; only ranks that lack a gradient wait."""
+    """Exchanges which ranks of ``group`` have which gradients; only ranks without one wait."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device

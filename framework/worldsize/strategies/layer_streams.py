@@ -1,4 +1,4 @@
-"""Random streams of layers, so that a layer draws the same numbers in any stage of a pipeline.
+"""Random streams of layers: a layer draws the same numbers in any pipeline stage.
 
 A micro-batch has one random stream. In a pipeline, each process runs only some layers, so it does not draw the numbers
 of earlier layers. Here, each layer in ``Recipe.layers`` begins a stream that depends on the seed of the micro-batch and
@@ -22,9 +22,10 @@ _KEPT = 4096  # calls remembered per layer, for recomputation; exceeds the micro
 
 
 class AdaptedLayer(nn.Module, ABC):
-    """A layer for ``Recipe.layers`` that passes additional arguments to ``module``, a module of the model.
+    """A layer for ``Recipe.layers`` that passes additional arguments to ``module``.
 
-    It uses the random stream of ``module``. Subclasses may have other modules of the model as attributes.
+    ``module`` is a module of the model. The layer uses the random stream of ``module``. Subclasses may have other
+    modules of the model as attributes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -33,7 +34,7 @@ class AdaptedLayer(nn.Module, ABC):
 
     @abstractmethod
     def create_arguments(self, hidden: Tensor) -> Mapping[str, Any]:
-        """Return the keyword arguments of ``module`` for input ``hidden``, without drawing random numbers."""
+        """Return the keyword arguments of ``module`` for ``hidden``, without random draws."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         output: Tensor = self.module(hidden, **self.create_arguments(hidden))
@@ -42,10 +43,10 @@ class AdaptedLayer(nn.Module, ABC):
 
 @final
 class LayerStreams:
-    """Seeds the generators of ``device`` for each micro-batch, and with ``by_layer`` also for each layer of ``model``.
+    """Seeds the generators of ``device`` for each micro-batch.
 
-    A layer of the recipe that is not a module of the model, such as a head that exists only in a pipeline, continues
-    the stream of the layer before it.
+    With ``by_layer``, seeds them also for each layer of ``model``. A layer of the recipe that is not a module of the
+    model, such as a head that exists only in a pipeline, continues the stream of the layer before it.
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module, device: torch.device, *, by_layer: bool) -> None:
@@ -88,11 +89,11 @@ class LayerStreams:
         seed_generators(seed, self.device)
 
     def expect(self, place: int) -> None:
-        """Announce that the layer at ``place`` is called next; needed in a stage, which runs only some layers."""
+        """Announce the next layer, at ``place``, in a stage, which runs only some layers."""
         self._expected = place
 
     def enter(self, place: int, repeat: int = 0) -> None:
-        """Begin the stream of the layer at ``place``, for its call number ``repeat`` (from 0) in the batch."""
+        """Begin the stream of the layer at ``place`` for its call ``repeat`` (from 0) in a batch."""
         if self._count:
             numbers = (place, repeat) if repeat else (place,)
             seed_generators(derive_seed(self._seed, "layer", *numbers), self.device)

@@ -138,7 +138,7 @@ def _stack_pair(total: Tensor | float, count: Tensor | float, device: torch.devi
 
 
 def _convert_to_float64(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return a float64 scalar on ``device``, without waiting for a GPU if ``value`` is on the CPU."""
+    """Return a float64 scalar on ``device``, without a GPU sync if ``value`` is on the CPU."""
     is_here = not isinstance(value, Tensor) or value.device.type == "cpu"
     if is_here and device.type != "cpu":
         number = float(value.detach() if isinstance(value, Tensor) else value)

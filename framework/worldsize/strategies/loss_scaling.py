@@ -78,7 +78,10 @@ def step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *, speaks: b
 
 
 def _leaves_out(optimizer: Optimizer) -> bool:
-    """Return whether a fused optimizer will skip its update; False if the decision is only on a GPU."""
+    """Return whether a fused optimizer will skip its update.
+
+    False if the decision is only on a GPU.
+    """
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)  # set by the scaler if the optimizer is fused
     return overflow is not None and overflow.device.type == "cpu" and bool(overflow)
 

@@ -224,7 +224,7 @@ def use_fp8(recipe: Recipe, model: nn.Module, device: torch.device) -> None:
 
 
 def check_fp8(recipe: Recipe, model: nn.Module) -> None:
-    """Raise ConfigError if torchao is missing, or if ``model`` lacks layers that compute in 8 bits."""
+    """Raise ConfigError if torchao is missing, or if no layer of ``model`` computes in 8 bits."""
     require("precision=fp8", "torchao", extra="fp8")
     if not fp8_layers(recipe, model):
         raise ConfigError(

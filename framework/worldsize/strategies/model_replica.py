@@ -219,7 +219,9 @@ class ModelReplica(Replica):
     def _weigh_gradients(
         self, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord], update: Sequence[str] = ()
     ) -> Sequence[Tensor]:
-        """Scale gradients of summed losses by their weights; return losses whose mean is the step's loss.
+        """Scale gradients of summed losses by their weights.
+
+        Returns losses whose mean is the step's loss.
 
         ``update``: names of the optimizers that step, for a recipe with several.
         """
@@ -262,7 +264,7 @@ class ModelReplica(Replica):
         return norm, skipped or overflowed, overflowed
 
     def _compute_logged_norm(self, parts: Sequence[OptimizerPart], parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """Return the unscaled norm of the gradient of the parameters that the optimizers of ``parts`` update.
+        """Return the unscaled gradient norm of the parameters that ``parts`` update.
 
         Gradients of other parameters are never reset, and include earlier steps.
         """

@@ -70,7 +70,8 @@ def refuse_divided_updates(
 ) -> None:
     """Refuse an optimizer whose updates depend on shard boundaries, if these can change.
 
-    With ``reduce="ordered"``, bits must not depend on the boundaries; if the gang ``heals``, the boundaries change in a run.
+    With ``reduce="ordered"``, bits must not depend on the boundaries; if the gang ``heals``, the boundaries change
+    during a run.
 
     Raises:
         ConfigError: shards of a parameter are updated differently than the whole.

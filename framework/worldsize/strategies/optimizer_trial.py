@@ -57,7 +57,7 @@ class OptimizerTrial:
         return None
 
     def updates_parts(self, dim: int) -> bool:
-        """Return whether two shards of each parameter along ``dim`` are updated to the same bits as the whole."""
+        """Return whether halves of parameters along ``dim`` are updated like the whole, bit by bit."""
         try:
             return all(
                 has_same_values(each, select_half(self.result[name], dim, is_second=is_second))

@@ -54,7 +54,7 @@ def build_freeze_error(unfrozen: list[str], frozen: list[str]) -> ConfigError:
 
 @final
 class ParameterChanges:
-    """Detects parameters of ``model`` that were frozen or unfrozen since this object was created.
+    """Detects parameters of ``model`` frozen or unfrozen since this object was created.
 
     ``hooks``: whether to detect added or removed gradient hooks, too.
     """

@@ -1,4 +1,4 @@
-"""Averaging of flat tensors over workers that train independently, and a count of the bytes sent.
+"""Averaging of flat tensors over independent workers, and a count of the bytes sent.
 
 A ``Fragment`` is a group of parameters that workers synchronize together, with an outer optimizer step.
 """

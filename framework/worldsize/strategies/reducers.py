@@ -40,7 +40,7 @@ class Compression:
     error_feedback: bool
 
     def summation(self) -> Summation | None:
-        """Return the compressed all-reduce of a bucket; None without compression and for PowerSGD, which has a hook."""
+        """Return a bucket's compressed all-reduce; None without compression or for PowerSGD."""
         if self.kind == "topk":
             return TopKSum(self.density)
         if self.kind == "randomk":
@@ -65,7 +65,7 @@ def gradient_reducer(
 def interruptible_reducer(
     reduce: Reduction, module: DistributedDataParallel, world: World, logical_ranks: int | None
 ) -> GradientReducer:
-    """Create a reducer that waits for peers in Python, so that waits end with the gang's membership."""
+    """Create a reducer that waits in Python, so that waits end with the gang's membership."""
     assert world.group is not None
     if reduce == "ordered" or _is_small(module, world.size):
         return gradient_reducer(reduce, module, world.group, logical_ranks)
@@ -82,7 +82,7 @@ def _is_small(module: nn.Module, size: int) -> bool:
 def create_compressed_reducer(
     reduce: Reduction, compression: Compression, module: DistributedDataParallel, world: World, *, seed: int
 ) -> GradientReducer:
-    """Create the reducer that compresses all sums, or if hierarchical, only those over the last tier.
+    """Create the reducer that compresses all sums, or if hierarchical, those of the last tier.
 
     ``seed`` is the run's seed.
     """

@@ -16,7 +16,7 @@ set_attention(attend_by_chunk)
 
 
 def check_sequences(recipe: Recipe, model: nn.Module, chunks: int, *, key: str) -> None:
-    """Raise ConfigError unless ``recipe`` supports sequences in ``chunks``; ``key`` determines their number."""
+    """Raise ConfigError unless ``recipe`` supports sequences in chunks; ``key`` sets ``chunks``."""
     kind = type(recipe).__name__
     if type(recipe).cut_sequences is Recipe.cut_sequences:
         raise ConfigError(f"{kind} does not cut its sequences. Define Recipe.cut_sequences, or set {key}=1.")
@@ -33,10 +33,11 @@ def check_sequences(recipe: Recipe, model: nn.Module, chunks: int, *, key: str) 
 
 
 def sequence_positions(tokens: Tensor, dim: int = 1) -> Tensor:
-    """Return the positions of ``tokens`` along dimension ``dim`` in their sequence, int64 (time,), counted from 0.
+    """Return the positions of ``tokens`` in their sequence, int64 (time,), from 0.
 
-    Use it for rotary or learned position embeddings, instead of ``torch.arange``, so that the model can be trained with
-    ``strategy.context`` or ``logical_context``, where a process computes chunks of a sequence.
+    ``dim``: the dimension of time. Use this function for rotary or learned position embeddings, instead of
+    ``torch.arange``, so that the model can be trained with ``strategy.context`` or ``logical_context``, where a process
+    computes chunks of a sequence.
     """
     if not isinstance(tokens, Chunks):
         return torch.arange(tokens.shape[dim], device=tokens.device)
@@ -47,14 +48,16 @@ def sequence_positions(tokens: Tensor, dim: int = 1) -> Tensor:
 
 
 def gather_sequence(tokens: Tensor, dim: int = 1) -> Tensor:
-    """Return the whole sequences of ``tokens`` along dimension ``dim``, without gradients, on each process."""
+    """Return whole sequences of ``tokens`` along ``dim`` on each process, without gradients."""
     if not isinstance(tokens, Chunks):
         return tokens
     return tokens.chunk_layout.gather([part.detach() for part in tokens.parts], dim)
 
 
 def document_mask(documents_bt: Tensor) -> Tensor:
-    """Return the causal mask within documents, bool (batch, 1, time, keys), for ``scaled_dot_product_attention``.
+    """Return the causal mask within documents, for ``scaled_dot_product_attention``.
+
+    The mask is bool (batch, 1, time, keys).
 
     ``documents_bt``: document index of each token, (batch, time). The mask has a row for each of these tokens, and
     a column for each token of the whole sequence.

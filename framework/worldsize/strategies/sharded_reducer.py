@@ -117,8 +117,8 @@ class Units:
 class ReduceScatterReducer(GradientReducer):
     """Averages with torch's reduce-scatter once per step, from accumulated unsharded gradients.
 
-    With ``accumulates_shards``, the reduce-scatter runs after each micro-batch, and shards are accumulated. Copies are summed once per
-    step, unless ranks may have different numbers of ``logical_ranks``.
+    With ``accumulates_shards``, the reduce-scatter runs after each micro-batch, and shards are accumulated. Copies are
+    summed once per step, unless ranks may have different numbers of ``logical_ranks``.
     """
 
     divides_gradients = True
@@ -245,7 +245,7 @@ class OrderedShardReducer(OrderedSums):
             yield
 
     def compute_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return the norm of full gradients, gathered one at a time, with the same bits as for an unsharded model."""
+        """Return the norm of full gradients, gathered one by one, with an unsharded model's bits."""
         gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
         full = (gather_full_tensor(each) if isinstance(each, DTensor) else each for each in gradients)
         norm: Tensor = torch.linalg.vector_norm(torch.stack([compute_aligned_norm(gradient) for gradient in full]))

@@ -44,7 +44,7 @@ def _compute_meta_state(state_of: Callable[[nn.Module], StateDict], model: nn.Mo
 
 @final
 class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes ``.item()`` and the like return 1 (bool: False), since state shapes do not depend on tensor values."""
+    """Makes ``.item()`` return 1 (bool: False), since shapes do not depend on tensor values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -209,10 +209,10 @@ _ROUNDING = 1e-2  # relative error of updates: above rounding in sums, below the
 def refuse_wrong_updates(
     recipe: Recipe, model: nn.Module, optimizer: Optimizer, prepare: Callable[[Optimizer], None] = lambda _: None
 ) -> bool:
-    """Refuse an optimizer that updates DTensors differently from whole tensors; all ranks must call it.
+    """Refuse an optimizer that updates DTensors differently from whole tensors.
 
-    Return whether a trial ran. The recipe must then create ``optimizer`` again, since it may keep a reference to the
-    optimizer that it created last.
+    All ranks must call this. Return whether a trial ran. The recipe must then create ``optimizer`` again, since it may
+    keep a reference to the optimizer that it created last.
 
     Args:
         recipe: Creates the optimizers.

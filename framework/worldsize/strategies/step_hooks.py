@@ -109,10 +109,11 @@ def hook_name(hook: Callable[..., Any]) -> str:
 
 
 def refuse_mixing_hooks(recipe: Recipe, model: nn.Module) -> None:
-    """Refuse hooks that mix sharded weights with unsharded tensors, such as a buffer of averages.
+    """Refuse hooks that mix sharded weights with unsharded tensors.
 
-    Tensors that a hook computes from weights are sharded like them, and are allowed. A hook that fails in the trial,
-    for example because it reads tensor values, is not refused here but may fail during training.
+    An example of such a tensor is a buffer of averages. Tensors that a hook computes from weights are sharded like
+    them, and are allowed. A hook that fails in the trial, for example because it reads tensor values, is not refused
+    here but may fail during training.
 
     Args:
         recipe: Creates the optimizer and its hooks.

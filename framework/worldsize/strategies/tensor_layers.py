@@ -1,4 +1,4 @@
-"""Linear layers divided over tensor-parallel ranks, and over logical slices that do not depend on the ranks.
+"""Linear layers divided over tensor-parallel ranks, and into rank-independent slices.
 
 A layer is divided along its output features ("column") or its input features ("row"), as in Shoeybi et al. 2019, arXiv
 1909.08053. With ``logical_tensor=L``, each of L slices is a separate product, wherever it is computed, and sums over
@@ -39,7 +39,9 @@ VECTOR = 64  # elements of the widest unrolled loop of torch's CPU kernels: two 
 
 
 def get_tensor_plan(recipe: Recipe, model: nn.Module, *, slices: int, key: str) -> Mapping[str, TensorStyle]:
-    """Return the tensor-parallel style of each layer of ``model``, checked for ``slices`` of equal size.
+    """Return the tensor-parallel style of each layer of ``model``.
+
+    The plan is checked for ``slices`` of equal size.
 
     ``key``: the configuration's name for the number of slices, such as "strategy.tensor".
 
@@ -112,7 +114,7 @@ def _check_unshared(model: nn.Module, plan: Mapping[str, TensorStyle]) -> None:
 
 
 def slice_layers(recipe: Recipe, model: nn.Module, slices: int) -> None:
-    """Compute each layer in the tensor plan of ``recipe`` in ``slices``, unless it is already divided over ranks."""
+    """Compute layers of the tensor plan in ``slices``, unless already divided over ranks."""
     draws = Draws()
     for name, style in recipe.tensor_plan(model).items():
         layer = model.get_submodule(name)
@@ -121,7 +123,7 @@ def slice_layers(recipe: Recipe, model: nn.Module, slices: int) -> None:
 
 
 def divide_parameters(layer: nn.Module, style: TensorStyle, mesh: DeviceMesh) -> None:
-    """Shard the parameters of ``layer`` over the tensor axis ``mesh``; all ranks hold the same values."""
+    """Shard the parameters of ``layer``, equal on all ranks, over the tensor axis ``mesh``."""
     is_row, is_linear = style == "row", isinstance(layer, nn.Linear)
     placements: dict[str, Placement] = {  # weights are (out, in) in linear layers, (vocabulary, features) in embeddings
         "weight": Shard(0 if is_row != is_linear else 1),
@@ -143,7 +145,7 @@ def divide_forward(
     group: ProcessGroup | None = None,
     token_split: TokenSplit | None = None,
 ) -> None:
-    """Replace the forward pass of ``layer``, called ``name``, by one that computes logical slices.
+    """Replace the forward pass of ``layer`` by one that computes logical slices.
 
     Args:
         name: Name of the layer in the model, for messages.
@@ -162,7 +164,7 @@ def divide_forward(
 
 @final
 class Draws:
-    """Detects random numbers drawn between column layers and their row layer, which would depend on the ranks."""
+    """Detects random draws between column and row layers, which would depend on the ranks."""
 
     def __init__(self) -> None:
         self._state: Tensor | None = None  # of the generator, after the first column layer since the last row layer
@@ -173,7 +175,7 @@ class Draws:
             self._state = get_generator_state(device)
 
     def check(self, name: str, device: torch.device) -> None:
-        """Raise ConfigError if random numbers were drawn since :meth:`mark`; ``name``: the row layer."""
+        """Raise ConfigError if the generator advanced since :meth:`mark`, before layer ``name``."""
         before, self._state = self._state, None
         if before is not None and not torch.equal(before, get_generator_state(device)):
             raise ConfigError(
@@ -183,7 +185,7 @@ class Draws:
 
 
 class _Divided:
-    """Base: the forward pass of a layer that is divided into ``slices`` over the ranks of ``group``.
+    """Base: the forward pass of a layer that is divided into ``slices`` over ``group``.
 
     Attributes:
         held: Number of slices on this rank.
@@ -221,7 +223,10 @@ class _Divided:
 
 @final
 class _DividedLinear(_Divided):
-    """A linear layer, (..., in) to (..., out); a rank holds slices of the inputs ("row") or of the outputs."""
+    """A linear layer, (..., in) to (..., out), in slices.
+
+    A rank holds slices of the inputs ("row") or of the outputs.
+    """
 
     def __call__(self, inputs: Tensor) -> Tensor:
         layer = self._layer
@@ -262,7 +267,10 @@ class _DividedLinear(_Divided):
         return gather_features(outputs, self._group)
 
     def _check_size(self, outputs: Tensor) -> None:
-        """Raise ConfigError in training on a CPU if a slice of ``outputs`` (tokens, features) ends within a vector."""
+        """Raise ConfigError if a slice of ``outputs`` (tokens, features) ends within a vector.
+
+        Checked only in training on a CPU.
+        """
         tokens, features = outputs.shape[0], outputs.shape[1] // self.held
         if tokens * features % VECTOR and outputs.device.type == "cpu" and torch.is_grad_enabled():
             multiple = VECTOR // math.gcd(VECTOR, features)
@@ -275,7 +283,10 @@ class _DividedLinear(_Divided):
 
 @final
 class _DividedEmbedding(_Divided):
-    """An embedding: indices (...) to features (..., features), divided by features or by vocabulary ("row")."""
+    """An embedding, indices (...) to features (..., features), in slices.
+
+    It is divided by features or by vocabulary ("row").
+    """
 
     def __call__(self, indices: Tensor) -> Tensor:
         outputs: Tensor = call_by_part(self._compute, indices, get_local_shard(self._layer.weight))
@@ -303,9 +314,10 @@ def gather_features(outputs: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class _Column(torch.autograd.Function):
-    """Outputs (n, out) of inputs (n, in), a weight (out, in) and a bias (out,) or None, slice by slice of ``out``.
+    """Computes a column layer slice by slice: outputs (n, out) of inputs (n, in).
 
-    With ``split``, inputs are this rank's tokens (batch, time, in), which are gathered.
+    The weight is (out, in), and the bias is (out,) or None. With ``split``, inputs are this rank's tokens (batch, time,
+    in), which are gathered.
 
     Operands of products are contiguous. Autograd, and libraries such as MKL, choose formulas by strides, which depend
     on the number of slices that a rank holds.
@@ -381,20 +393,21 @@ class _Row(torch.autograd.Function):
 
 
 def _gather_rows(inputs: Tensor, split: TokenSplit | None) -> Tensor:
-    """Return inputs (n, features), contiguous; with ``split``, from this rank's tokens (batch, time, features)."""
+    """Return contiguous inputs (n, features); with ``split``, gathered from all ranks' tokens."""
     return inputs.contiguous() if split is None else split.gather(inputs).flatten(0, 1)
 
 
 def _scatter_rows(products: Iterable[Tensor], like: Tensor, layer: _Divided, split: TokenSplit) -> Tensor:
-    """Return this rank's tokens, with the shape of ``like``, of the sum of ``products`` (n, features)."""
+    """Return this rank's tokens, shaped as ``like``, of the sum of ``products`` (n, features)."""
     wholes = (each.view(len(like), -1, like.shape[-1]) for each in products)
     return split.scatter_sum(wholes, layer.held, in_tree=layer.is_ordered)
 
 
 class _Vocabulary(torch.autograd.Function):
-    """Looks up rows (..., features) in a table sharded by vocabulary; ``indices`` (...) are relative to this shard.
+    """Looks up rows (..., features) in a table sharded by vocabulary.
 
-    Indices outside of this rank's shard belong to other ranks; the rows are summed over ranks.
+    ``indices`` (...) are relative to this rank's shard. Indices outside of this rank's shard belong to other ranks; the
+    rows are summed over ranks.
     """
 
     @staticmethod

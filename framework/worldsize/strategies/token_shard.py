@@ -1,4 +1,4 @@
-"""Sequence and loss parallelism: outside of tensor-parallel layers, a rank holds only some of the tokens.
+"""Sequence and loss parallelism: a rank holds only some tokens outside of divided layers.
 
 Otherwise, tensor-parallel ranks repeat norms, dropout and residual connections, and keep their inputs for the backward
 pass. Here, a column layer gathers its inputs, and a row layer scatters the sum of its outputs (Korthikanti et al. 2022,
@@ -60,7 +60,7 @@ class TokenSplit:
         return TokenShard(_MovedTokens.apply(self.take_own, self.gather, whole), self)
 
     def can_divide(self, whole: Tensor) -> bool:
-        """Return whether ``whole`` is (batch, time, features), with ``time`` divisible by the number of ranks."""
+        """Return whether ``whole`` is (batch, time, features), with ``time`` divisible over ranks."""
         return whole.ndim == 3 and whole.shape[1] % self.group.size() == 0
 
     def take_own(self, whole: Tensor, dim: int = 1) -> Tensor:
@@ -94,11 +94,11 @@ class TokenSplit:
         return sum_slices([gradient], 1, self.group, is_ordered=False)
 
     def exchange(self, parts: Tensor) -> Tensor:
-        """Return all features of this rank's tokens, from all ranks' ``parts`` (batch, time, features / ranks)."""
+        """Return this rank's tokens with all features, from (batch, time, features / ranks)."""
         return self._exchange(self._group_by_rank(parts)).movedim(0, 2).flatten(2)
 
     def exchange_back(self, own: Tensor) -> Tensor:
-        """Return this rank's features of all tokens, from the tokens (batch, time / ranks, features) of all ranks."""
+        """Return this rank's features of all tokens, from (batch, time / ranks, features)."""
         return self._exchange(torch.stack(own.chunk(self.group.size(), dim=2))).transpose(0, 1).flatten(1, 2)
 
     def _exchange(self, mine: Tensor) -> Tensor:
@@ -175,9 +175,10 @@ class _DividedInput:
 
 @final
 class TokenShard(Tensor):
-    """This rank's tokens of a tensor with the same shape: (batch, time, ...), or (batch * time, ...) if flat.
+    """This rank's tokens of a tensor, with the shape of the whole tensor.
 
-    The autograd graph belongs to ``own``, not to the shard itself.
+    The shape is (batch, time, ...), or (batch * time, ...) if flat. The autograd graph belongs to ``own``, not to the
+    shard itself.
 
     Attributes:
         own: The tokens of this rank, (batch, time / ranks, ...), contiguous.
@@ -213,12 +214,12 @@ class TokenShard(Tensor):
         return [whole.flatten(0, 1) if self.is_flat else whole for whole in wholes]
 
     def take_own(self, whole: Tensor) -> Tensor:
-        """Return this rank's tokens of ``whole``, a plain tensor with the same batch and tokens as this tensor."""
+        """Return this rank's tokens of ``whole``, a plain tensor with the same batch and tokens."""
         return self.token_split.take_own(whole.reshape(len(self.own), -1, *whole.shape[1:]) if self.is_flat else whole)
 
     @staticmethod
     def exchange(parts: Tensor, split: TokenSplit) -> TokenShard:
-        """Return all features of the tokens, from this rank's ``parts`` (batch, time, features / ranks)."""
+        """Return this rank's tokens with all features, from (batch, time, features / ranks)."""
         return TokenShard(_MovedTokens.apply(split.exchange, split.exchange_back, parts), split)
 
     @classmethod
@@ -291,7 +292,9 @@ def _refuse_second_gradient() -> None:
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` on this rank's tokens if it computes each independently, otherwise on whole tensors.
+    """Call ``func`` on this rank's tokens if it computes each independently.
+
+    Otherwise, call it on whole tensors.
 
     Raises:
         ConfigError: the call would change a whole tensor in place, or needs the gradient of a shard.
@@ -365,7 +368,10 @@ class _TokenCall:
         return TokenShard(result, split, is_flat=like.is_flat)
 
     def _take_own(self, tensor: Tensor, like: TokenShard, *, is_shared: bool) -> Tensor:
-        """Return this rank's tokens, or a shared tensor, whose gradient is summed over ranks unless sums are ordered."""
+        """Return this rank's tokens, or a shared tensor.
+
+        Unless sums are ordered, the gradient of a shared tensor is summed over ranks.
+        """
         if isinstance(tensor, TokenShard):
             return tensor.own
         split, from_end = like.token_split, like.own.ndim - 1  # whole.shape[-from_end] is the time
@@ -375,7 +381,7 @@ class _TokenCall:
         return split.take_own(tensor, tensor.ndim - from_end) if has_tokens else tensor
 
     def _is_by_token(self, tensors: Sequence[Tensor], like: TokenShard) -> bool:
-        """Return whether the function computes tokens independently, with the same bits as on whole tensors."""
+        """Return whether tokens are computed independently, with the bits of whole tensors."""
         func, others = self._func, [each for each in tensors if not isinstance(each, TokenShard)]
         if like.is_flat and len(tensors) > 1:
             return False
@@ -406,7 +412,7 @@ class _TokenCall:
 
 
 def _has_all_tokens(tensor: Tensor, like: TokenShard) -> bool:
-    """Return whether a plain tensor has the batch and the tokens of ``like``, so that it can be cut."""
+    """Return whether a plain tensor can be cut: it has the batch and tokens of ``like``."""
     is_plain = not isinstance(tensor, TokenShard) and not like.is_flat
     return is_plain and tensor.ndim == like.own.ndim and tensor.shape[:_TOKEN_DIMS] == like.shape[:_TOKEN_DIMS]
 
@@ -431,7 +437,7 @@ def _drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = Fal
 
 
 def _reshape(func: Callable[..., Tensor], input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Merge batch and time; return NotImplemented for any other shape, or for a view as another dtype."""
+    """Merge batch and time; return NotImplemented for other shapes or dtypes."""
     viewed = func(torch.empty(input.shape, dtype=input.dtype, device="meta"), *args, **kwargs)
     flat = (len(input.own) * input.own.shape[1] * input.token_split.group.size(), *input.own.shape[_TOKEN_DIMS:])
     is_merged = viewed.shape == flat and viewed.dtype == input.dtype
@@ -448,7 +454,7 @@ def _compute_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Compute the cross entropy of each of this rank's tokens, and sum over all tokens in the order of one process."""
+    """Compute this rank's cross entropy by token; sum all tokens in one process's order."""
     is_usual = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     if not (is_usual and isinstance(input, TokenShard) and input.is_flat and input.ndim == 2 and target.ndim == 1):
         return NotImplemented
@@ -462,7 +468,7 @@ def _compute_cross_entropy(
 
 
 def _register_hook(shard: TokenShard, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """Register a hook for the gradient; FSDP's hooks, which only await it, receive this rank's tokens."""
+    """Register a gradient hook; FSDP's hooks, which only await it, get this rank's tokens."""
     register: Any = shard.own.register_hook
     if str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
         return register(hook)
@@ -497,9 +503,10 @@ def _view(tensor: Tensor) -> Tensor:
 
 
 class _CopyOfTokens(torch.autograd.Function):
-    """Gathers tokens once, and returns one copy per argument; backward takes this rank's part of each gradient.
+    """Gathers tokens once, and returns one copy per argument.
 
-    The copies are views, so that autograd refuses to change a copy, or a view of it, in place.
+    The backward pass takes this rank's part of each gradient. The copies are views, so that autograd refuses to change
+    a copy, or a view of it, in place.
     """
 
     @staticmethod
@@ -530,10 +537,11 @@ def _is_transposed(tensor: Tensor) -> bool:
 
 
 class _FromWhole(torch.autograd.Function):
-    """Returns ``result``, computed from this rank's tokens; backward recomputes it from all tokens.
+    """Returns ``result``, computed from this rank's tokens.
 
-    Gradients of shared tensors are sums over tokens, which thus have the bits of one process. ``is_own``: whether an
-    argument is this rank's part of a tensor. ``is_shared``: whether it is a shared tensor that needs a gradient.
+    The backward pass recomputes it from all tokens. Gradients of shared tensors are sums over tokens, which thus have
+    the bits of one process. ``is_own``: whether an argument is this rank's part of a tensor. ``is_shared``: whether it
+    is a shared tensor that needs a gradient.
     """
 
     @staticmethod

@@ -191,9 +191,10 @@ def extra_state(optimizer: Optimizer) -> StateDict:
 
 
 def collect_named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
-    """Return optimizer state by parameter name, with initial state for parameters that have not been stepped.
+    """Return optimizer state by parameter name.
 
-    The entry ``extra`` holds :func:`extra_state`, if there is any.
+    Parameters that have not been stepped have their initial state. The entry ``extra`` holds :func:`extra_state`, if
+    there is any.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -253,7 +254,9 @@ def _count_from_zero(states: Iterable[dict[str, Any]]) -> None:
 
 
 def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what :func:`collect_named_state` returned; a state saved before any step leaves ``optimizer.state`` empty.
+    """Load what :func:`collect_named_state` returned.
+
+    A state saved before any step leaves ``optimizer.state`` empty.
 
     Raises:
         CheckpointError: the state lacks an entry that the optimizer adds to its ``state_dict()``.
@@ -318,7 +321,7 @@ def _take_probe_step(optimizer: Optimizer, only: Set[int] | None = None) -> None
 
 @contextmanager
 def _weights_kept(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Restore ``parameters`` afterwards; optimizers outside torch may override a learning rate of 0."""
+    """Restore ``parameters``; optimizers outside torch may override a learning rate of 0."""
     weights = [] if type(optimizer).__module__.startswith("torch.") else list(parameters)
     copies = [each.detach().clone() for each in weights]
     yield

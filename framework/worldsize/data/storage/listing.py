@@ -148,9 +148,9 @@ def open_system(url: str) -> tuple[RemoteSystem, str]:
 
 
 class Folder(ByteFile):
-    """A folder treated as one file, so that its many files do not need an object each; subfolders are excluded.
+    """A folder treated as one file, without subfolders.
 
-    The stamp changes when files are added or removed.
+    Its many files do not need an object each. The stamp changes when files are added or removed.
     """
 
     size = 0

@@ -81,7 +81,7 @@ class PendingDraws:
             self.seen.setdefault(generator, state)
 
     def record_draw(self, generator: torch.Generator) -> None:
-        """Record a draw from ``generator`` that is on the tape; raises like :meth:`record_generator`."""
+        """Record a draw from ``generator`` on the tape; raise like :meth:`record_generator`."""
         self.record_generator(generator)
         if self._at_once:
             self._tape.draw_all()

@@ -1,6 +1,7 @@
-"""Fake tensors for running a constructor: without memory, but with the CPU as their apparent device.
+"""Fake tensors for running a constructor.
 
-Torch calls whose results would differ for fakes are intercepted.
+They have no memory, and report the CPU as their device. Torch calls whose results would differ for fakes are
+intercepted.
 """
 
 from __future__ import annotations

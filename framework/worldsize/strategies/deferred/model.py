@@ -205,7 +205,7 @@ class DeferredModel:
 
 
 def _no_numbers(described: Deferred) -> Tensor:
-    """Return NaNs (0 for integers), expanded without memory, to expose values that are never loaded."""
+    """Return NaNs (integers: 0), expanded without memory, to expose values never loaded."""
     value = math.nan if described.dtype.is_floating_point or described.dtype.is_complex else 0
     return torch.full((), value, dtype=described.dtype).expand(described.size)
 

@@ -71,7 +71,7 @@ class MeshGroups:
         return mesh
 
     def create_context_group(self) -> ProcessGroup | None:
-        """Create the group of ranks that share sequences with this one; None for a context axis of one rank."""
+        """Create the group of ranks that share sequences; None for a context axis of one rank."""
         if self.layout["context"] == 1:
             return None
         ranks = self.layout.list_line_ranks("context", self.coordinate, range(self.layout["context"]))
@@ -187,7 +187,7 @@ _HEADER = 10  # elements: dtype, number of dimensions, and up to eight sizes
 @final
 @dataclass(frozen=True)
 class Passing:
-    """Sends and receives tensors in ``group``, over ``edges`` if waits must end with the membership."""
+    """Sends and receives tensors in ``group``, or over ``edges`` if waits are interruptible."""
 
     group: ProcessGroup
     edges: Edges | None

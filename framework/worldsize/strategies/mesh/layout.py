@@ -111,7 +111,7 @@ def complete_order(order: Sequence[str]) -> Sequence[str]:
 
 
 def check_order(order: Sequence[str]) -> None:
-    """Raise ConfigError unless ``order`` contains each axis once; the context axis may be missing."""
+    """Raise ConfigError unless ``order`` has each axis once; context may be missing."""
     axes = [axis for axis in ORDER if axis != "context" or axis in order]
     if sorted(map(str, order)) != sorted(axes):
         known = dict.fromkeys((*(axis for axis in order if axis in axes), *axes))
@@ -265,7 +265,7 @@ class Ownership:
         return (module, key) not in self._others
 
     def check_shared(self, *, is_sharded: bool, is_ordered: bool) -> None:
-        """Raise ConfigError for parameters shared by stages in a way that sharding or ordered sums do not support."""
+        """Raise ConfigError for shared parameters that sharding or ordered sums do not support."""
         if is_sharded or is_ordered:
             self._check_sharded_once()
         if is_ordered:
@@ -290,7 +290,7 @@ class Ownership:
         return names_by_stages
 
     def _check_tied_order(self) -> None:
-        """Raise ConfigError for a shared parameter whose gradients are not added in the order of autograd.
+        """Raise ConfigError if a shared parameter's gradients are not added in autograd's order.
 
         Autograd adds the gradients of all uses in a micro-batch, the last one first. A stage adds the gradients of its
         own uses before it receives those of other stages.

@@ -1,8 +1,8 @@
-"""A pipeline schedule that the user lists as CSV: one row per rank, one pass per cell, such as ``0F2``.
+"""A pipeline schedule that the user lists as CSV.
 
-A pass has the index of a stage, its kind, and the index of a micro-batch. F is a forward pass, B a backward pass, and I
-and W are its two parts, for the gradients of inputs and of weights. Empty cells are ignored. torchtitan reads the same
-format.
+A row is one rank, and a cell is one pass, such as ``0F2``. A pass has the index of a stage, its kind, and the index of
+a micro-batch. F is a forward pass, B a backward pass, and I and W are its two parts, for the gradients of inputs and of
+weights. Empty cells are ignored. torchtitan reads the same format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SECONDS = {_FORWARD: 1, _BACKWARD: 2, _INPUTS: 1, _WEIGHTS: 1}  # relative dura
 
 
 class ListedPass(NamedTuple):
-    """One pass: the index of its stage, its kind (F, B, I or W), and the index of its micro-batch."""
+    """One pass: indices of its stage and micro-batch, and its kind (F, B, I or W)."""
 
     stage: int
     kind: str
@@ -89,12 +89,15 @@ class PassTable:
 
     @property
     def idle_share(self) -> float:
-        """Idle fraction of a rank in a step, on average, if a backward pass takes twice as long as a forward pass."""
+        """Average idle fraction of a rank, if backward takes twice as long as forward."""
         busy = sum(_SECONDS[each.kind] for row in self.rows for each in row)
         return 1 - busy / (len(self.rows) * self._seconds)
 
     def count_kept(self) -> float:
-        """Return a rank's peak number of micro-batches with stored activations, each stage counting as a fraction."""
+        """Return a rank's peak number of micro-batches with stored activations.
+
+        Each stage counts as its fraction of the rank.
+        """
         most = 0
         for row in self.rows:
             kept = 0

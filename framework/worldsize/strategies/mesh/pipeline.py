@@ -162,7 +162,7 @@ class Pipeline(GradientReducer):
         ]
 
     def _broadcast_form(self, records: Sequence[LossRecord]) -> tuple[bool, list[str], torch.dtype]:
-        """Return whether losses are weighted, the metric names and the dtype of losses, as agreed for all steps."""
+        """Return (losses are weighted, metric names, dtype of losses), agreed for all steps."""
         first = records[0] if records else None
         form: list[Any] = [first and (first.is_weighted, sorted(first.metrics), first.loss.dtype)]
         dist.broadcast_object_list(form, group=self.group, group_src=self.last_rank)

@@ -54,9 +54,10 @@ class MeshRank:
 
     @property
     def _sums_context_apart(self) -> bool:
-        """Whether each gradient is summed over the context axis in the backward pass, instead of with the data axis.
+        """Whether gradients are summed over the context axis in the backward pass.
 
-        Required for ordered sums, and if data-parallel parts may have different numbers of logical ranks.
+        Otherwise, they are summed together with the data axis. Required for ordered sums, and if data-parallel parts
+        may have different numbers of logical ranks.
         """
         return self.reduce == "ordered" or self.sharding.interruptible
 
@@ -92,7 +93,7 @@ class MeshRank:
         return get_submesh(mesh, "replicate").get_group() if self.layout.copies > 1 else None
 
     def _create_chunks(self) -> ChunkLayout | None:
-        """Return the layout of sequence chunks, None for whole sequences; all ranks of the mesh must call it."""
+        """Return the layout of sequence chunks (None: whole); all mesh ranks must call this."""
         group, size, rank = (
             self._groups.create_context_group(),
             self.layout["context"],
@@ -114,7 +115,7 @@ class MeshRank:
         return MeshNorm(self.context.world, axes, spare)
 
     def _full_state(self, model: nn.Module) -> StateDict:
-        """Return the whole model's optimizer state on the meta device, without advancing random generators."""
+        """Return the unsharded optimizer state on the meta device, leaving generators unchanged."""
         with keep_generators(self.context.world.device):
             return meta_states(self.recipe, model)[ONE_UPDATE]
 
@@ -242,7 +243,7 @@ class MeshRank:
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Move ``module`` to ``device`` unless it is there: ``Module.to`` cannot replace the fakes of a rehearsal."""
+    """Move ``module`` unless it is on ``device``: fakes of a rehearsal cannot be replaced."""
     if any(each.device != device for each in itertools.chain(module.parameters(), module.buffers())):
         module.to(device)
 

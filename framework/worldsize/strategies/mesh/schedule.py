@@ -1,4 +1,4 @@
-"""Pipeline plan: the assignment of layers to stages and of stages to ranks, and the schedule of their passes.
+"""Pipeline plan: layers per stage, stages per rank, and the schedule of passes.
 
 Unlike torch's, the looped schedules (interleaved, zero_bubble) support any number of micro-batches.
 """
@@ -110,20 +110,23 @@ class PipelineSchedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed after a stage has sent its input gradient, to fill the bubble."""
+        """Whether weight gradients come after sending the input gradient, to fill the bubble."""
         if self.table is not None:
             return self.table.splits_backward
         return self.ranks > 1 and self.kind in ("zero_bubble", *_IN_V)
 
     def estimate_idle_share(self, micro_batches: int) -> float:
-        """Return the idle fraction of a rank in a step, if a backward pass takes twice as long as a forward pass."""
+        """Return a rank's idle fraction of a step, if backward takes twice as long as forward."""
         if self.table is not None:
             return self.table.idle_share
         stages = self.stages // self.ranks
         return bubble_share(self.ranks, micro_batches, stages, splits_backward=self.splits_backward)
 
     def count_kept(self, micro_batches: int) -> float:
-        """Return a rank's peak number of micro-batches with stored activations, each stage counting as a fraction."""
+        """Return a rank's peak number of micro-batches with stored activations.
+
+        Each stage counts as its fraction of the rank.
+        """
         if self.table is not None:
             return self.table.count_kept()
         if self.ranks == 1:
@@ -162,10 +165,11 @@ _LOGGER = logging.getLogger(_PipelineScheduleRuntime.__module__)
 def create_schedule(
     kind: Kind, stages: Sequence[PipelineStage], micro_batches: int, *, table: PassTable | None = None, **options: Any
 ) -> Any:
-    """Return the schedule of a step; ``stages``: this rank's stages; ``table``: listed passes that replace ``kind``.
+    """Return the schedule of a step.
 
-    Any number of micro-batches is supported, since a data-parallel part may have fewer after others have joined.
-    ``options`` are passed to torch's schedules. Errors in a step are raised without torch's log of all passes.
+    ``stages``: this rank's stages. ``table``: listed passes, which replace ``kind``. Any number of micro-batches is
+    supported, since a data-parallel part may have fewer after others have joined. ``options`` are passed to torch's
+    schedules. Errors in a step are raised without torch's log of all passes.
     """
     _LOGGER.setLevel(logging.CRITICAL)
     given: Any = [*stages]

@@ -30,10 +30,11 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @final
 class KnownOutput(nn.Module):
-    """Stands in for the model in loss and evaluation: returns the output of the stages, once, after ``on_call()``.
+    """Stands in for the model in loss and evaluation.
 
-    All other uses of the model are refused, since this rank has only some of its layers. For example, a weight penalty
-    over an empty list of parameters would silently be zero.
+    Returns the output of the stages, once, after ``on_call()``. All other uses of the model are refused, since this
+    rank has only some of its layers. For example, a weight penalty over an empty list of parameters would silently be
+    zero.
     """
 
     def __init__(self, output: Tensor, on_call: Callable[[], None] = lambda: None) -> None:
@@ -217,14 +218,14 @@ class Stage(nn.Module):
             return self.chunks.compute_loss(self._recipe, model, batch)
 
     def create_model(self, output: Tensor) -> KnownOutput:
-        """Return a stand-in for the whole model that returns the last stage's ``output``, for loss and evaluation."""
+        """Return a stand-in for the model that returns ``output``, for loss and evaluation."""
         assert self.streams is not None
         known = self._wrap_output(output) if self.chunks is None else self.chunks.wrap(output, SEQUENCE)
         return KnownOutput(known, self.streams.enter_loss)
 
     @contextmanager
     def trying(self, chunks: ChunkLayout | None) -> Iterator[None]:
-        """Compute in float32, with batches that are already cut as in ``chunks``; None: whole sequences."""
+        """Compute in float32, with batches cut as in ``chunks`` (None: whole sequences)."""
         kept = self.chunks, self._precision
         self.chunks, self._precision, self._is_trial = chunks, "fp32", True
         try:
@@ -233,7 +234,7 @@ class Stage(nn.Module):
             (self.chunks, self._precision), self._is_trial = kept, False
 
     def evaluate(self, output: Tensor, data: Batch) -> Mapping[str, tuple[Tensor | float, ...]]:
-        """Return the metrics of a batch with ``data`` from the last stage's ``output``, as from ``Recipe.evaluate``."""
+        """Return a batch's metrics, as ``Recipe.evaluate`` does, from the last stage's output."""
         model = self.create_model(output)
         if self.chunks is None:
             return self._recipe.evaluate(model, data)

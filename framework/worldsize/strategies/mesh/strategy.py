@@ -76,7 +76,9 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Mesh(Strategy):
-    """``data`` × ``context`` × ``tensor`` × ``pipeline`` processes (Narayanan et al. 2021, arXiv 2104.04473).
+    """Data, context, tensor and pipeline parallelism (Narayanan et al. 2021, arXiv 2104.04473).
+
+    Runs on ``data`` × ``context`` × ``tensor`` × ``pipeline`` processes.
 
     ``data``: number of data-parallel parts, over which the model is sharded as in FSDP (None: as many as possible).
     ``replicate``: number of copies of the shards, as in HSDP; each is sharded over ``data / replicate`` parts.

@@ -321,7 +321,9 @@ class MeshNorm:
 @final
 @dataclass(frozen=True)
 class WholeNorm:
-    """Computes the norm of full gradients, with the same bits for any data-parallel sharding, and clips by it.
+    """Computes the norm of full gradients, and clips by it.
+
+    The bits are the same for any data-parallel sharding.
 
     ``pipeline``: the ranks that hold the other stages, or None if there are none. ``spare``: parameters that an
     earlier stage also holds, and counts.

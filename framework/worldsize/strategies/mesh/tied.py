@@ -1,4 +1,4 @@
-"""Gradients of parameters that several stages of a pipeline share, such as those of an embedding and a head.
+"""Gradients of parameters shared by stages of a pipeline, such as embedding and head.
 
 Without a pipeline, autograd adds the gradients of both uses in each micro-batch, and then the sums of micro-batches are
 added in the tree of logical ranks. For the same bits, the first stage that holds such a parameter gets the gradient of
@@ -38,7 +38,7 @@ class Tied:
 
 @final
 class TiedGradients:
-    """Moves the gradients of ``tied`` parameters of ``stage`` to the first stage after each backward pass."""
+    """Moves gradients of ``tied`` parameters to the first stage after each backward pass."""
 
     def __init__(self, stage: nn.Module, tied: Sequence[Tied]) -> None:
         own = {id(each) for each in stage.parameters()}
@@ -51,7 +51,7 @@ class TiedGradients:
         self._sent: list[tuple[Collective, Tensor]] = []  # with the tensors that must stay in memory
 
     def exchange(self) -> None:
-        """On the first stage, receive the gradients of one micro-batch; on others, hold them for :meth:`send_held`."""
+        """Receive one micro-batch's gradients on the first stage; hold them on the others."""
         self.send_held()
         for tied, getters in self._shared:
             parameters, group, first = [get() for get in getters], tied.group, tied.owners[0]
@@ -91,7 +91,7 @@ class TiedGradients:
 
 
 def _find_full_parameter(stage: nn.Module, parameter: nn.Parameter) -> Callable[[], nn.Parameter]:
-    """Return a getter of ``parameter``, or in an FSDP unit, of the unsharded parameter with the full gradient."""
+    """Return a getter of ``parameter``, or in an FSDP unit, of its unsharded parameter."""
     units = [module for module in stage.modules() if isinstance(module, FSDPModule)]
     groups: list[Any] = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
     for each in (each for group in groups for each in group.fsdp_params):
