@@ -1,4 +1,4 @@
-"""Gathers full tensors from shards on rank 0, one at a time."""
+"""Gather full tensors from shards on rank 0, one at a time."""
 
 from __future__ import annotations
 

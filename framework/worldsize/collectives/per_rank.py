@@ -1,4 +1,4 @@
-"""Represents tensors that differ between ranks as one sharded tensor, for checkpoints.
+"""Tensors that differ between ranks, as one sharded tensor for checkpoints.
 
 :func:`make_equal` broadcasts the weights of one process to all others, to make them equal.
 

@@ -1,4 +1,4 @@
-"""Overlaps the reductions of different buckets, each consisting of several collectives.
+"""Overlap of the reductions of different buckets, each consisting of several collectives.
 
 Collectives of one group must start in the same order on every rank, so callbacks cannot start them. A reduction is a
 generator that yields while its collective is in flight; all reductions advance together when the next bucket is added.

@@ -1,4 +1,4 @@
-"""Measures the time breakdown of a step: computing, waiting for others, and updating.
+"""Time breakdown of a step: computing, waiting for others, and updating.
 
 A step starts in the phase "compute". Code that updates parameters runs inside ``with measure_phase("update")``. Code
 that waits for other processes uses :mod:`worldsize.collectives.group` or runs inside ``with

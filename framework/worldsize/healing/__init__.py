@@ -1,1 +1,1 @@
-"""Continues training after processes die: memberships, process groups, transfer of state."""
+"""Training that continues after processes die: memberships, groups, transfer of state."""

@@ -1,4 +1,4 @@
-"""Trains in a gang with changing members, which all continue from the same step."""
+"""Training in a gang with changing members, which all continue from the same step."""
 
 from __future__ import annotations
 

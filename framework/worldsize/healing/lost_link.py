@@ -1,4 +1,4 @@
-"""Decides, through the run folder, which of two disconnected hosts continues.
+"""Arbitration, through the run folder, between two disconnected hosts.
 
 Neither host can detect whether its peer is dead, disconnected or only suspended. The host that creates a file, one per
 connection, wins: either the first host, which continues without its peer, or the peer, which then requeues the job.

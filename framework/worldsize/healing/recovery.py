@@ -1,4 +1,4 @@
-"""Restores a state on the ranks of a new group from shards stored in the ranks' memory."""
+"""Recovery of a state on a new group from shards in the ranks' memory."""
 
 from __future__ import annotations
 

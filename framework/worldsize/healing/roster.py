@@ -1,4 +1,4 @@
-"""Coordinates the memberships of a healing gang: the next members and their first step."""
+"""Coordination of a healing gang's memberships: the next members and their first step."""
 
 from __future__ import annotations
 

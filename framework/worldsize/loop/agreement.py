@@ -1,4 +1,4 @@
-"""Turns a rank's request to stop or save into a decision of all ranks at the same step."""
+"""Agreement of all ranks to stop or save after the same step."""
 
 from __future__ import annotations
 

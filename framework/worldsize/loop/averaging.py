@@ -1,4 +1,4 @@
-"""Averages the weights over training steps; evaluates the weights and their average."""
+"""Averaging of weights over training steps, and evaluation with and without averaging."""
 
 from __future__ import annotations
 

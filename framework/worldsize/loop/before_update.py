@@ -1,4 +1,4 @@
-"""Lets the training loop run code inside a replica's step, between losses and update.
+"""Callback of the training loop inside a replica's step, between losses and update.
 
 Also passes the replica a flag: whether the step may be logged.
 """

@@ -1,4 +1,4 @@
-"""Injects configured faults, so that users can rehearse failures on their own cluster.
+"""Fault injection from the configuration, to rehearse failures on your own cluster.
 
     train.py 'faults=[{action: kill, rank: 1, step: 7}, {action: raise, point: "checkpoint:after-shards", step: 20}]'
 

@@ -1,4 +1,4 @@
-"""Initializes a run from weights in a checkpoint, safetensors files or a state_dict file."""
+"""Initialization from weights in a checkpoint, safetensors files or a state_dict file."""
 
 from __future__ import annotations
 

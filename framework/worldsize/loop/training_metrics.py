@@ -1,4 +1,4 @@
-"""Accumulates the metrics that recipes return with their losses between logged steps."""
+"""Accumulation of training metrics, which recipes return with losses, between log steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collects measurements between logged steps, and creates the events of logged steps."""
+"""Measurements between two logged steps, and the event created from them."""
 
 from __future__ import annotations
 
