@@ -225,7 +225,7 @@ class NodeAlert:
 
 @dataclass(frozen=True)
 class UpdateOverflowed:
-    """A float16 overflow skipped an update of ``step``, and lowers the loss scale."""
+    """A float16 overflow: an update of ``step`` was skipped, and the loss scale is lowered."""
 
     step: int
 

@@ -91,7 +91,7 @@ class Recipe(ABC):
     def pretrained_weights(self) -> PretrainedWeights | None:
         """Return the files with the model's initial weights, so that ranks read only their shards.
 
-        ``None`` if there is no such file, or only the model's own library can read it.
+        Return None if there are no such files, or only the model's own library can read them.
         """
         return None
 

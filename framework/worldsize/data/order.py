@@ -109,7 +109,7 @@ def epoch_length(dataset: Any) -> int:
     """Return the number of samples in an epoch of ``dataset``.
 
     Raises:
-        ConfigError: it is 0.
+        ConfigError: ``dataset`` is empty.
     """
     own = own_order(dataset)
     length = len(dataset) if own is None else own.epoch_length

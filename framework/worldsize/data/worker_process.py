@@ -95,7 +95,7 @@ def monitor_steps(
 ) -> Iterator[T]:
     """Yield ``steps``, and monitor the wait for each step except ``unwatched``.
 
-    Without ``ahead``, this process reads the stream itself. It then cannot stop within a step, since that would lose
+    Without ``ahead``, this process reads the stream itself, and cannot stop within a step, since that would lose
     the stream's position.
     """
     for number in count(first + 1):

@@ -204,7 +204,7 @@ class MembershipChannel:
         self.check_membership()
 
     def _tell_lost(self) -> bool:
-        """Report a lost peer; return whether the launching process then ends the membership."""
+        """Report a lost peer to the launching process; return whether it then ends the membership."""
         self._cut()  # also ends waits of peers for this process
         self._send_message(lost=self._number)
         return self._has_ended.wait(self._detection)

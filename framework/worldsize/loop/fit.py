@@ -266,7 +266,7 @@ class _Loop:
     ) -> None:
         """Add the step's losses and metrics to the window.
 
-        If the step is logged, starts to gather its log. With ``logs_first``, this runs before the update, so that no
+        If the step is logged, start gathering its log. With ``logs_first``, this runs before the update, so that no
         rank completes a step whose log may be lost: if a process dies before all ranks have the log, all repeat the
         step; if it dies later, the others have the log.
         """

@@ -51,7 +51,11 @@ class LogWindow:
             self.timer.start_step(data=seconds)
 
     def add_losses(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False) -> None:
-        """Add the step's losses (scalars) and metrics (micro-batches, 2)."""
+        """Add the step's losses and metrics.
+
+        Losses are scalars. Each metric has a sum and a count per local micro-batch: float64 (local micro-batches, 2).
+        ``occasional``: see :meth:`TrainingMetrics.add`.
+        """
         self._losses.append(losses)
         self.metrics.add(metrics, occasional=occasional)
 

@@ -147,7 +147,7 @@ def check_patterns(patterns: Any, names: Mapping[int, Sequence[str]], *, key: st
     """Check name patterns; ``key`` is their configuration key, for messages.
 
     Raises:
-        ConfigError: they are not a list of strings, parameter names are unknown, or a pattern does not match any name.
+        ConfigError: ``patterns`` is not a list of strings, names are unknown, or a pattern does not match any name.
     """
     if not isinstance(patterns, list | tuple) or not all(isinstance(each, str) for each in patterns):
         raise ConfigError(f'{key} must be a list of patterns such as ["*.bias", "*norm*"], got {patterns!r}.')

@@ -167,7 +167,10 @@ class ChunkLayout:
 
 
 def create_length_error(tokens: int, chunks: int, key: str) -> ConfigError:
-    """Return the error for ``tokens`` that are not divisible by ``chunks``, set by ``key``."""
+    """Return the error for a length of ``tokens`` not divisible by ``chunks``.
+
+    ``key``: the configuration key that sets ``chunks``.
+    """
     return ConfigError(
         f"a sequence of {tokens} tokens cannot be cut into {chunks} chunks of equal length. Use sequences with a "
         f"multiple of {chunks} tokens, or set {key} to a smaller number."

@@ -29,7 +29,7 @@ class MultiUpdateReplica(ModelReplica):
     """Runs the recipe's generators, one per micro-batch, in lockstep from update to update.
 
     At each update, every micro-batch runs forward to its next ``yield``, then backward, in the order of ``reducer``.
-    Then the optimizers of the update step; only their parameters have gradients. Buffers, such as BatchNorm's
+    Then the optimizers of this update take a step; only their parameters have gradients. Buffers, such as BatchNorm's
     statistics, are averaged over logical ranks after each update.
     """
 
@@ -259,7 +259,7 @@ def first_rate(optimizer: Optimizer) -> float | None:
 def _sum_losses(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return the sum of each micro-batch's losses over the updates.
 
-    Sums are in float64, the dtype of losses received from other processes, so that they are equal on all processes.
+    Sums are in float64, the dtype of losses received from other processes, so that all processes compute equal sums.
     """
     return [torch.stack([loss.double() for loss in own]).sum() for own in zip(*losses, strict=True)]
 

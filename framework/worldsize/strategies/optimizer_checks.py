@@ -212,7 +212,7 @@ def check_sparse_steps(model: nn.Module, optimizer: Optimizer) -> None:
     """Check that each group with a sparse embedding supports sparse gradients.
 
     Raises:
-        ConfigError: it does not support sparse gradients, or keeps sparse state, which checkpoints do not support.
+        ConfigError: a group does not support them, or keeps sparse state, which checkpoints do not support.
     """
     names = {id(embedding.weight): name for name, embedding in sparse_embeddings(model).items()}
     for group in optimizer.param_groups:

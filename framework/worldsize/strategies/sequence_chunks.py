@@ -16,7 +16,10 @@ set_attention(attend_by_chunk)
 
 
 def check_sequences(recipe: Recipe, model: nn.Module, chunks: int, *, key: str) -> None:
-    """Raise ConfigError unless ``recipe`` supports sequences in chunks; ``key`` sets ``chunks``."""
+    """Raise ConfigError unless ``recipe`` supports sequences in ``chunks``.
+
+    ``key``: the configuration key that sets ``chunks``, for messages.
+    """
     kind = type(recipe).__name__
     if type(recipe).cut_sequences is Recipe.cut_sequences:
         raise ConfigError(f"{kind} does not cut its sequences. Define Recipe.cut_sequences, or set {key}=1.")

@@ -159,7 +159,10 @@ _Places = Mapping[str, tuple[nn.Module, str]]
 
 @final
 class _CarriedHook:
-    """Runs a recipe's ``hook``; ``places``: (module, name) of sharded parameters, by full name."""
+    """Runs an optimizer ``hook`` of a recipe, and refuses replacements of sharded parameters.
+
+    ``places``: the module and attribute name of each sharded parameter, by full name.
+    """
 
     def __init__(self, hook: Callable[..., Any], places: _Places) -> None:
         self._hook, self._places = hook, places

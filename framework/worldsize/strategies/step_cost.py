@@ -64,9 +64,10 @@ def is_by_node(cluster: Cluster, reduce: Reduction) -> bool:
 
 
 def gathering(cluster: Cluster, reduce: Reduction) -> tuple[int, str]:
-    """Return the number and kind of units that gather "topk" messages.
+    """Return how many participants gather "topk" messages, and what a participant is.
 
-    In a hierarchical reduction these are the members of the last tier; within each, a rank sends one part of a message.
+    In a flat reduction these are all ranks; in a hierarchical one, the members of the last tier, in each of which every
+    rank sends one part of a message.
     """
     if not is_by_node(cluster, reduce):
         return cluster.processes, "ranks"

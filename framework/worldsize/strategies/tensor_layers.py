@@ -39,11 +39,13 @@ VECTOR = 64  # elements of the widest unrolled loop of torch's CPU kernels: two 
 
 
 def get_tensor_plan(recipe: Recipe, model: nn.Module, *, slices: int, key: str) -> Mapping[str, TensorStyle]:
-    """Return the tensor-parallel style of each layer of ``model``.
+    """Return the recipe's tensor-parallel style of each layer of ``model``.
 
-    The plan is checked for ``slices`` of equal size.
-
-    ``key``: the configuration's name for the number of slices, such as "strategy.tensor".
+    Args:
+        recipe: The recipe.
+        model: The model.
+        slices: Number of slices of equal size that each layer must be divisible into.
+        key: The configuration key that sets ``slices``, such as "strategy.tensor".
 
     Raises:
         ConfigError: the recipe lacks a plan; or a layer or a unit of the model is not divisible by ``slices``; or a

@@ -140,7 +140,9 @@ class UnitOrder:
         self.check_event(_LOSS)
 
     def check_event(self, event: int) -> None:
-        """Check that all ranks run ``event`` next: 2 × the unit's index, + 1 if it sums gradients.
+        """Check that all ranks run ``event`` next.
+
+        ``event``: twice the unit's index, plus 1 for a sum of gradients.
 
         Raises:
             ConfigError: another rank runs a different collective.

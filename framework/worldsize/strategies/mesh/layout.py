@@ -36,9 +36,9 @@ Coordinate = Mapping[str, int]
 class Layout:
     """Sizes of the mesh axes by name, and their order from innermost to outermost.
 
-    The data axis has ``copies`` of the model's shards, each over consecutive data-parallel ranks.
-    Ranks along the first axis of ``order`` are consecutive; ranks along the last axis are the farthest apart. By
-    default, the rank is ((p · data + d) · context + c) · tensor + t.
+    The data axis has ``copies`` of the model's shards, each over consecutive data-parallel ranks. Ranks along the
+    first axis of ``order`` are consecutive; ranks along the last axis are the farthest apart. By default, the rank is
+    ((p · data + d) · context + c) · tensor + t.
     """
 
     sizes: Mapping[str, int]
