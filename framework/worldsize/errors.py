@@ -17,11 +17,11 @@ class ConfigError(WorldsizeError):
 
 
 class MissingProgramError(ConfigError):
-    """This machine lacks the program that starts or submits a run; its files can still be written."""
+    """The program that starts or submits a run is not installed here; the run's files can still be written."""
 
 
 class SchedulerUnreachableError(ConfigError):
-    """The scheduler does not respond to this machine; a run's files can still be written."""
+    """The scheduler does not respond to this machine; the run's files can still be written."""
 
 
 class CheckpointError(WorldsizeError):
@@ -106,7 +106,7 @@ def require(what: str, package: str, *, extra: str | None = None) -> None:
 
 
 def neighbours(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown ``name``: the closest known name, and all names if at most 40."""
+    """Return the hint for an error about an unknown ``name``: the closest known name, and all names if at most 40."""
     names = sorted(word for word in known if not word.startswith("_"))
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     guess = f"; did you mean {close[0]!r}?" if close else "."

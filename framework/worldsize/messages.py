@@ -129,9 +129,9 @@ def ask_for_consent(facts: Mapping[str, Sequence[str]], *, yes: bool, deed: str)
 
 @final
 class _LastingFile(io.RawIOBase):
-    """Output to a file or terminal that the run may outlive: after a write error, warn once and drop the bytes.
+    """Output stream that survives write errors: warns about the first one, and discards data that cannot be written.
 
-    With ``needs_reader``, a closed pipe is still an error.
+    With ``needs_reader``, a closed pipe still raises BrokenPipeError.
     """
 
     def __init__(self, descriptor: int, name: str, *, needs_reader: bool) -> None:
@@ -166,9 +166,9 @@ class _LastingFile(io.RawIOBase):
 
 
 def outlive_output(*, needs_reader: bool = False) -> None:
-    """Keep this process running if the terminal, or a file or pipe in its place, can no longer be written.
+    """Keep this process running when stdout or stderr can no longer be written, e.g. after the terminal closes.
 
-    ``needs_reader``: still end on a closed pipe, for commands that only display something.
+    ``needs_reader``: still exit on a closed pipe, for commands that only display something.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -185,7 +185,7 @@ def outlive_output(*, needs_reader: bool = False) -> None:
 
 @contextmanager
 def until_output_closes() -> Iterator[None]:
-    """Exit silently once the output's reader has closed it, as in ``train.py --help | head -1``."""
+    """Exit silently when the reader of the output closes the pipe, as in ``train.py --help | head -1``."""
     try:
         try:
             yield
@@ -194,7 +194,7 @@ def until_output_closes() -> Iterator[None]:
     except BrokenPipeError:
         closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]
         if not closed:
-            raise  # a different connection broke
+            raise  # stdout and stderr are open, so another pipe broke
         nothing = os.open(os.devnull, os.O_WRONLY)
         for stream in closed:
             os.dup2(nothing, stream.fileno())  # Python flushes the remaining buffer there at exit

@@ -140,7 +140,7 @@ def _merge_parts(reduction: StateReduction, parts: Sequence[Tensor]) -> Tensor:
 
 @final
 class WholeSplit(StateMetric):
-    """Concatenates the outputs of ``Recipe.evaluate`` over all batches, in order, and calls ``function`` with them.
+    """A metric that ``function`` computes from the outputs of ``Recipe.evaluate``, concatenated over all batches.
 
     Every process receives all outputs, so predictions and targets of the whole split must fit in its memory.
 
@@ -226,7 +226,7 @@ class TorchMetric(StateMetric):
 
 
 def _reduction(metric: Metric, name: str, how: str | Callable[..., Any] | None) -> StateReduction:
-    """Return how to merge a state; refuse a sum with a nonzero initial value, which every batch would add again."""
+    """Return the reduction that merges a state over batches; refuse custom reductions and nonzero-initialized sums."""
     reduction = _REDUCTIONS.get(getattr(how, "__name__", ""))
     default = metric._defaults[name]
     if reduction is None or (reduction == "sum" and isinstance(default, Tensor) and bool(default.any())):

@@ -1,4 +1,4 @@
-"""Old module names that recorded runs and (with a warning) plugins may use for one more release."""
+"""Old module names, accepted for one more release in recorded runs and (with a warning) in plugins."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def find_current_name(path: str) -> str:
 
 
 def rename_targets(node: Any) -> None:
-    """Replace each ``_target_`` in ``node``, made of plain containers, with its current name."""
+    """Replace old names of ``_target_`` in ``node``, nested dicts and lists, with current names, in place."""
     if isinstance(node, dict):
         if isinstance(target := node.get("_target_"), str):
             node["_target_"] = find_current_name(target)

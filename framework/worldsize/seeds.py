@@ -106,7 +106,7 @@ def keep_generators(device: torch.device | None = None) -> Iterator[None]:
 
 @contextmanager
 def draw_from(purpose: str) -> Iterator[None]:
-    """Use the random stream ``purpose`` in this block, and the previous stream again afterwards.
+    """Draw random numbers from stream ``purpose`` in this block, then restore the generators.
 
     The stream depends on the last seed of torch's generator, but not on the numbers generated since, because a resumed
     run does not generate those again.

@@ -20,7 +20,7 @@ from worldsize.core import Recipe
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import report_error
 
-FACTORIES = {"make_optimizer": "${optimizer}", "make_schedule": "${schedule}"}  # as in the YAML of a recipe
+FACTORIES = {"make_optimizer": "${optimizer}", "make_schedule": "${schedule}"}  # as in a recipe's YAML
 
 
 def train_class(recipe: type[Recipe], words: Sequence[str], result_fd: int) -> NoReturn:
@@ -61,7 +61,7 @@ def _train_here(recipe: type[Recipe], words: Sequence[str], result_fd: int) -> i
 
 
 def _allow_target(words: Sequence[str], path: str) -> list[str]:
-    """Add ``path`` to the list of ``allow_targets`` in ``words``, unless it is malformed, which Hydra reports."""
+    """Add ``path`` to the ``allow_targets`` override in ``words``; a malformed list is left for Hydra to report."""
     from worldsize.config.arguments import parse_override_key
     from worldsize.config.command_line import readable
 
@@ -79,7 +79,7 @@ def _allow_target(words: Sequence[str], path: str) -> list[str]:
 
 
 def _build_config_node(recipe: type[Recipe], path: str) -> dict[str, Any]:
-    """Return the equivalent of a recipe's YAML: the target, and a key for each parameter."""
+    """Return the configuration node that a recipe's YAML would define: ``_target_`` and a key per parameter."""
     keys: dict[str, Any] = {"_target_": path}
     for name, parameter in inspect.signature(recipe).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

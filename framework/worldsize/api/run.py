@@ -63,14 +63,14 @@ def _open_run(run: Run | str | Path) -> Run:
 @final
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint of a run; ``step`` selects it in :meth:`Run.model`.
+    """A complete checkpoint of a run; pass ``step`` to :meth:`Run.model` to load it.
 
     Attributes:
         step: The last step before the checkpoint.
-        path: Its folder.
+        path: Folder of the checkpoint.
         metrics: Metrics of the evaluation after this step; empty if there was none.
-        is_best: Whether it is the best one by ``checkpoint.keep.best``.
-        is_last: Whether it is the newest one.
+        is_best: Whether this is the best checkpoint by ``checkpoint.keep.best``.
+        is_last: Whether this is the newest checkpoint.
     """
 
     step: int
@@ -291,7 +291,7 @@ class Run:
 
         self._check_consent(trust=trust)
         words = enter_project(view, [], yes=True)
-        sys.path[:0] = [str(view.directory.plugins), str(Path.cwd())]  # plugins: already compared with the record
+        sys.path[:0] = [str(view.directory.plugins), str(Path.cwd())]  # plugins: verified copies
         cfg = compose_only([*words, *build_run_options(view)])
         check_before_start(view.manifest, resolve_config(cfg), [], yes=True)
         return build_settings(cfg).recipe

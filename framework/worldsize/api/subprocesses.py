@@ -92,7 +92,7 @@ def call_in_fork(recipe: type[Recipe], words: Sequence[str]) -> Ended:
             _print_plain()
             os.dup2(pipes.out, 1)
             os.dup2(pipes.errors, 2)
-            for each in (pipes.out, pipes.errors, *pipes.sources):  # an open copy would keep a pipe alive
+            for each in (pipes.out, pipes.errors, *pipes.sources):  # an open copy would keep the pipe open
                 os.close(each)
             train_class(recipe, words, pipes.result)  # ends the process
         return _Fork(child)
@@ -103,7 +103,7 @@ def call_in_fork(recipe: type[Recipe], words: Sequence[str]) -> Ended:
 @final
 @dataclass(frozen=True)
 class _Pipes:
-    """File descriptors for a child's output and result, and the ends (``sources``) from which its output is read."""
+    """File descriptors for a child's stdout, stderr and result; ``sources`` are the read ends of the first two."""
 
     out: int
     errors: int
@@ -112,7 +112,7 @@ class _Pipes:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Request SIGHUP when the parent dies. It may arrive once per thread of the parent; a run treats these as one."""
+    """Request SIGHUP when the parent dies. One may arrive per thread of the parent; a run counts them once."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it may be ignored, e.g. under nohup
     die_with_parent(parent, signal.SIGHUP)
 

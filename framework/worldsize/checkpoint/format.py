@@ -38,7 +38,7 @@ HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay etc. of the 
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 _FOLDER = re.compile(r"step_(\d{7,})")
 _LARGEST = 1 << 30  # maximum size of a manifest in bytes
-_SLACK = 8  # a wrong header is parsed for the error message only up to this multiple of the expected length
+_SLACK = 8  # parse a wrong header, for the error message, only up to this multiple of the expected length
 _DEEPEST = 400  # maximum nesting of a manifest; one level of the state takes up to four (checkpoint/manifest_tree.py)
 _PIECE = 8 << 20  # bytes hashed per read
 
@@ -245,7 +245,7 @@ class Retention:
         check_limits(type(self), vars(self), key="checkpoint.keep")
 
     def select_kept(self, folders: Sequence[Path]) -> set[Path]:
-        """Return which of ``folders`` (complete checkpoints, oldest first) to keep."""
+        """Return the checkpoints to keep; ``folders`` are all complete checkpoints, oldest first."""
         spaced = {path for path in folders if self.every and parse_step(path) % self.every == 0}
         best = self.find_best(folders)
         return {*folders[-self.last :], *spaced, *([best] if best else [])}
@@ -275,7 +275,7 @@ def apply_retention(retention: Retention, written: Path, at: Callable[[str], Non
     root = written.parent
     folders = [path for path in complete(root) if parse_step(path) <= parse_step(written)]
     for path in set(folders) - retention.select_kept(folders):
-        path.rename(root / f"{_DELETING}{path.name}")  # so that a partly deleted folder is not taken for a checkpoint
+        path.rename(root / f"{_DELETING}{path.name}")  # a partly deleted folder must not look like a checkpoint
     sync_folder(root)
     for path in sorted(root.glob(f"{_DELETING}*")):
         _delete_checkpoint(path, at)

@@ -17,7 +17,7 @@ DIFFERENT = "tensor names, dtypes or shapes differ between ranks; pass the same 
 
 
 def partly_held(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return which ranks hold each partly held tensor, as masks by name, bool (ranks,).
+    """Return a mask of the ranks that hold each partly held tensor, bool (ranks,), by tensor name.
 
     A partly held tensor is on the meta device on some ranks. This is a collective: every rank must call it.
 

@@ -155,7 +155,7 @@ def _compute_learning_rate(then: Mapping[str, Any], now: Mapping[str, Any], anew
 
 
 def _rebase_schedule(then: Any, now: Any) -> Any:
-    """Return a schedule's saved state ``then`` with the initial rates of ``now``, also for chained schedules."""
+    """Return a schedule's saved state ``then`` with the initial learning rates of ``now``, also for chained ones."""
     if isinstance(then, list):
         return [_rebase_schedule(*pair) for pair in zip(then, now, strict=True)]
     if not isinstance(then, Mapping):

@@ -166,7 +166,7 @@ def intersect_boxes(one: Box, other: Box) -> Box | None:
 
 
 def slices_in(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return ``box`` as slices relative to ``origin``, the first element of a larger box."""
+    """Return ``box`` as slices relative to ``origin``, the start of an enclosing box."""
     return tuple(slice(begin - start, end - start) for (begin, end), start in zip(box, origin, strict=True))
 
 
@@ -189,7 +189,7 @@ def build_entry(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box, *
 
 
 def is_cut(shape: Sequence[int], box: Box) -> bool:
-    """Return whether ``box`` is smaller than the full tensor."""
+    """Return whether ``box`` covers only a part of the full tensor."""
     return any(side != (0, size) for side, size in zip(box, shape, strict=True))
 
 

@@ -318,7 +318,7 @@ def _reuse_buffer(old: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of names, dtypes and shapes; it must be the same on all ranks."""
+    """Return a digest of the tensors' names, dtypes and shapes, which must be equal on all ranks."""
     lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in sorted(tensors.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Storage backend for torch.distributed.checkpoint (DCP), which itself deduplicates and reshards tensors."""
+"""Storage backend for torch.distributed.checkpoint (DCP); DCP deduplicates and reshards the tensors."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def resolve_source(path: Path) -> Path:
 
 
 def _first_missing(path: Path) -> Path:
-    """Return the topmost of ``path`` and its parents that does not exist."""
+    """Return the topmost missing folder on ``path``, or ``path`` itself."""
     return next((each for each in reversed([path, *path.parents]) if not each.exists()), path)
 
 
@@ -258,7 +258,7 @@ def open_weights(path: Path) -> Weights:
 
 
 def _no_shards(files: list[Path]) -> list[Path]:
-    """Return ``files``; raise CheckpointError if one of them is a rank's shard of a checkpoint."""
+    """Return ``files`` unchanged; raise CheckpointError if one is a rank's shard of a checkpoint."""
     for file in files:
         if is_shard(file.name):
             raise CheckpointError(

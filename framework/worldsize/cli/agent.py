@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _show_report(run: RunDirectory) -> None:
-    """Print the report of an examination, since its user sees only the log of this job."""
+    """Print the report of an examination to the job's log, the only output that the user sees."""
     if not (facts := read_facts(run.findings, REPORT)):
         return
     report = Report.from_json(facts)
@@ -64,10 +64,10 @@ def _show_report(run: RunDirectory) -> None:
 
 
 def _start_tether() -> None:
-    """Read variables, and in a thread signals, from standard input; kill this host's processes when it closes.
+    """Read environment variables, then (in a thread) signals, from standard input; kill this process when it closes.
 
-    They are also killed if the next message does not arrive within the time announced by the previous message. This
-    host is then cut off, and a different host may lead the run.
+    It is also killed if a message does not arrive within the time announced by the previous one: this host is then
+    disconnected, and a different host may lead the run. The workers die with this process.
     """
     lines = os.fdopen(os.dup(0), "rb", buffering=0)  # not sys.stdin, whose lock could block forked children
     os.environ.update(json.loads(lines.readline() or b"{}"))

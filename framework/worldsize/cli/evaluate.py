@@ -16,7 +16,7 @@ from worldsize.launch.recorded_run import build_run_options, check_before_start,
 from worldsize.messages import outlive_output, report_error
 from worldsize.record.run_record import RunView, read_run
 
-_OWN = ("checkpoint", "split")  # arguments of this command, not configuration keys
+_OWN = ("checkpoint", "split")  # arguments of this command; all others are configuration keys
 
 
 def main(result_fd: int | None = None) -> None:

@@ -63,7 +63,7 @@ def _find_broken() -> list[Installed]:
 
 
 def _describe_plugin(plugin: Plugin) -> str:
-    """List the plugin's options, and describe the option with the plugin's name, or else the first."""
+    """List the plugin's options, with the description of the one named like the plugin, or else of the first."""
     offers = sorted(plugin.options, key=lambda option: not plugin.name.endswith(f".{option.name}"))
     names = ", ".join(f"{option.group}={option.name}" for option in offers)
     return f"{names}: {offers[0].about}" if offers else "no options"

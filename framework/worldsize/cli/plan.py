@@ -149,7 +149,7 @@ def _show_plan(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str
     hint = "" if is_listed else "Ranks are shown by node. Pass --ranks to list each of them."
     _print_lines(table, hint, crossings_text(settings.cluster, groups))
     cluster = predictor.resolve_cluster(settings)
-    memory = cluster.device_memory or detect_memory_bytes(cluster)  # before data take up memory
+    memory = cluster.device_memory or detect_memory_bytes(cluster)  # before loading data
     forecasts, refused = _forecasts(predictor, shared, names)
     unfitting = {
         name: why
@@ -181,7 +181,7 @@ _UNKNOWN = "Device memory is unknown. Set cluster.device_memory to reject plans 
 
 
 def _list_assumptions(options: argparse.Namespace, cluster: Cluster, given: Given) -> Iterator[str]:
-    """Yield the inputs of the forecasts that are neither given nor measured but assumed, with remedies."""
+    """Yield a line per assumed input of the forecasts, with the option that replaces the assumption."""
     if options.overlap is None and (options.model_size is not None or options.payload is not None):
         yield assumed_overlap_text()
     if options.precision is None and options.model_size is not None:
@@ -231,7 +231,7 @@ def _forecasts(
 
 
 def _show_progress(text: str) -> None:
-    """Show ``text`` in place of the last line, without a thread because processes are forked meanwhile."""
+    """Overwrite the last line with ``text``; does not use a thread, because this process forks meanwhile."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -389,7 +389,7 @@ def _format_prices(seconds: Sequence[float], cluster: Cluster, price_per_hour: f
 
 
 def _retuning_text(training: TrainingConfig, runs: Path) -> str | None:
-    """Return advice on retuning if the newest of ``runs`` had a different global batch, otherwise None."""
+    """Advise retuning the learning rate if the newest run in ``runs`` had a different global batch; otherwise None."""
     for run in earlier_runs(runs):
         with suppress(WorldsizeError, KeyError):
             then = int(run.manifest["config"]["batch_size"])

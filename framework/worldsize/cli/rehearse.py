@@ -227,7 +227,7 @@ def _failures(rehearsed: Sequence[Rehearsed]) -> list[str]:
 
 
 def _absent_roots(rehearsed: Sequence[Rehearsed]) -> set[int]:
-    """Return the unrehearsed ranks from which failed ranks expected to receive objects."""
+    """Return the ranks that were not rehearsed, but from which failed ranks expected objects."""
     last = [each.calls[-1].form for each in rehearsed if each.error is not None and each.calls]
     roots = {int(form.removeprefix(_FROM)) for form in last if form.startswith(_FROM)}
     return roots - {each.rank for each in rehearsed}

@@ -79,7 +79,7 @@ def resume(
 
 
 def _format_ignored_parts(record: RunRecord, ignore: Sequence[str]) -> list[str]:
-    """Return the overrides that list the parts of the newest checkpoint to ignore."""
+    """Return the overrides that make the run ignore parts of its newest checkpoint."""
     parts = [part for part in ignore if part in (*PARTS, HYPERPARAMETERS)]
     if record.manifest.get("resumed") or any(key not in (*parts, "data") for key in ignore):
         parts.append(HYPERPARAMETERS)  # the changed configuration overrides the checkpoint's

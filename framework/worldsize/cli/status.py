@@ -96,7 +96,7 @@ def _read_record(view: RunView) -> Facts:
 
 
 def _format_result(config: Mapping[str, Any], metrics: Mapping[str, float]) -> str | None:
-    """Return the metric that the run optimizes, or else its first metric, e.g. "accuracy 0.9861"."""
+    """Format the run's optimized metric, or else its first metric, e.g. "accuracy 0.9861"."""
     chosen = _get_value(config, "checkpoint", "keep", "best") or _get_value(config, "sweep", "metric")
     name = chosen if chosen in metrics else next(iter(metrics), None)
     return None if name is None else f"{name} {float(metrics[name]):.4g}"

@@ -48,7 +48,7 @@ def watch(run: RunDirectory, console: Console, *, wait: Callable[[float], None] 
     watched, scheduler = Watched(run.path), Scheduler(run)
     with _open_live_view(console) if console.is_terminal else _open_line_view(console, run) as show:
         while True:
-            alive = is_alive(scheduler)  # checked before reading, so that the last output is shown
+            alive = is_alive(scheduler)  # check before reading, so that output written until the exit is shown
             watched.update_rows()
             view = refresh_run(run)
             show(watched, view, describe_state(view, scheduler))

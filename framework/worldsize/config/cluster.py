@@ -45,7 +45,7 @@ def build_cluster(node: Mapping[str, Any], threads: int | None, data_workers: in
 
 
 def tier_around(node: Mapping[str, Any]) -> str:
-    """Return the innermost tier whose units can hold all nodes; its link is their network. "" if there is none."""
+    """Return the innermost tier with all nodes in one unit, whose link is their network; "" if there is none."""
     return _select_tiers(node.get("tiers") or {}, node["nodes"])[1]
 
 
@@ -93,7 +93,7 @@ def _build_spot(node: Mapping[str, Any]) -> Spot | None:
 
 @dataclass(frozen=True)
 class _LinkedTier(Link):
-    """A tier: its number of nodes, and the keys of its link."""
+    """Configuration of a tier: number of nodes per unit, and the keys of its link."""
 
     nodes: Annotated[int, Range(least=1, most=1_000_000)] = 1
 

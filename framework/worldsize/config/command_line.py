@@ -111,7 +111,7 @@ def _check_kept(word: str) -> None:
 
 
 def _parse_choice_key(word: str) -> str | None:
-    """Return the key of a word that may choose a group's option, such as ``+group@package=option``; otherwise None."""
+    """Return the key of a word that may choose an option, such as ``+group@package=option``; None for other words."""
     match = re.fullmatch(r"\+?([a-zA-Z_][\w/-]*(@[\w.]+)?)=.+", word, re.DOTALL)
     return match[1] if match else None
 

@@ -39,7 +39,7 @@ def explain_error(error: Exception, overrides: Sequence[str]) -> ConfigError:
         key = unknown[1] or (full[1] if full else unknown[2])
         if full and full[1].startswith(f"{key}."):  # the unknown key is inside a mapping given as the value
             key = full[1]
-        place = describe_key_source(key)  # before other configurations are composed for comparison
+        place = describe_key_source(key)  # before _unknown_key() composes other configurations
         return ConfigError(f"{_unknown_key(key, overrides)}{place}")
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     merged = re.match(r"Error merging override \+*([\w.]+)=", str(error))
@@ -164,7 +164,7 @@ def _is_misspelt(name: str, known: Iterable[str]) -> bool:
 
 
 def scheduler_option(parent: str, name: str, section: Any) -> str:
-    """Return how to set ``parent.name``, an unknown key of a scheduler; empty if it cannot be one of its options.
+    """Suggest how to set the unknown key ``parent.name`` as a scheduler option; empty if it cannot be one.
 
     ``section`` is the schema of ``cluster``.
     """
@@ -181,7 +181,7 @@ def scheduler_option(parent: str, name: str, section: Any) -> str:
 
 
 def _clusters_with(name: str) -> list[str]:
-    """Return the cluster options that have the key ``name``, as suggestions."""
+    """Return the names of the cluster options that have the key ``name``."""
     places = (main_conf(), *config_folders())
     kinds = sorted({option for conf in places for group, option, _ in options_in(conf) if group == "cluster"})
     having = []

@@ -318,7 +318,7 @@ def check_groups(target: Any, groups: Any, *, key: str) -> None:
 
 
 def wrap_grouped_optimizers(node: Any, locate: Callable[[str, str], Any], key: str) -> Any:
-    """Replace each optimizer in ``node`` that has the key ``groups`` by a call to :func:`create_grouped_optimizer`."""
+    """Replace optimizers in ``node`` that have the key ``groups`` with calls to :func:`create_grouped_optimizer`."""
     if isinstance(node, list):
         return [wrap_grouped_optimizers(child, locate, key) for child in node]
     if not isinstance(node, Mapping):

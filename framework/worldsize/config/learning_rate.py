@@ -127,7 +127,7 @@ def fill_missing_lr(cfg: DictConfig) -> DictConfig:
 
 
 def _taker_of_rate(cfg: DictConfig, section: str) -> str | None:
-    """Return a key in ``section``, or in a section it refers to, whose value uses ``${lr}``; otherwise None."""
+    """Return a key that uses ``${lr}``, in ``section`` or a section that it refers to; None if there is none."""
     if OmegaConf.is_missing(cfg, section):
         return None
     try:

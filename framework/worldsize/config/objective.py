@@ -92,7 +92,7 @@ def _check_search(config: DictConfig) -> None:
 
 
 def _direction(sweep: DictConfig, sweeper: DictConfig) -> str:
-    """Return the direction set in ``sweep`` or in the sweeper; an Enum there is the sweeper's default.
+    """Return the direction set in ``sweep``, or else in the sweeper (an Enum value is the sweeper's default).
 
     Raises:
         ConfigError: the two contradict each other, or the sweeper has several directions.

@@ -45,7 +45,7 @@ def list_search_roots() -> list[Path]:
 
 
 def foreign_roots() -> list[Path]:
-    """List the :func:`list_search_roots` that come only from ``WORLDSIZE_PLUGINS``; other hosts may lack them."""
+    """List the search roots given only by ``WORLDSIZE_PLUGINS``, which may be missing on other hosts."""
     return [root for root in list_search_roots() if root not in (Path.cwd().resolve(), get_bundle_folder().resolve())]
 
 

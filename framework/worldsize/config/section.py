@@ -97,7 +97,7 @@ def _build_default(option: Field[Any], hint: Any) -> Any:
 
 
 def _find_section_type(hint: Any) -> type | None:
-    """Return the dataclass if an annotation is a section (never null, even if optional); otherwise None."""
+    """Return the section dataclass that an annotation names, possibly as Optional; None for other annotations."""
     if get_origin(hint) is Annotated:
         return None if (key := _find_key_annotation(hint)) and key.kind else _find_section_type(get_args(hint)[0])
     options = _list_union_types(hint)
@@ -112,7 +112,7 @@ def _list_union_types(hint: Any) -> list[Any]:
 
 
 def plain_type(hint: Any) -> Any:
-    """Return the type that OmegaConf can check for an annotation; the rest is checked when building the object."""
+    """Return the type that OmegaConf checks for an annotation; the rest is checked when building the object."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return plain_type(arguments[0])

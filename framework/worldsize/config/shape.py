@@ -66,7 +66,7 @@ class RunShape:
         return self.logical_ranks // self.strategy.data_parallel(self.cluster)
 
     def check_batch(self, size: int) -> None:
-        """Raise ConfigError unless workers divide the logical ranks, and these divide the batch size, ``size``."""
+        """Raise ConfigError unless workers divide the logical ranks, and logical ranks divide the batch ``size``."""
         if self.trains:
             check_divisible(self.logical_ranks, workers=self.strategy.data_parallel(self.cluster), batch=size)
             self.strategy.check_micro_batches(self.micro_batches)
@@ -270,7 +270,7 @@ def check_copies(roles: Mapping[str, Role], strategy: Strategy, peers: int) -> N
 
 
 def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMethod) -> None:
-    """Raise ConfigError if healing is not supported here, or options that require it are set without it."""
+    """Raise ConfigError if healing is not supported here, or if an option that requires healing is set without it."""
     if not can_heal(roles):
         for name, count in {"spares": cluster.spares, "spare_nodes": cluster.spare_nodes}.items():
             if count:
@@ -370,7 +370,7 @@ def check_divisible(total: int, *, workers: int, batch: int) -> None:
 
 
 def check_remembers(recipe: Recipe, roles: Mapping[str, Role], launcher: LaunchMethod, *, exact: str | None) -> None:
-    """Raise ConfigError if processes may restart or heal, but the recipe has state that checkpoints do not include.
+    """Raise ConfigError if the run may restart or heal, but the recipe has state outside checkpoints.
 
     ``exact``: the reproducibility mode if it guarantees bitwise identical results, otherwise None.
     """

@@ -15,7 +15,7 @@ _FOLDER = Path(__file__).parent
 
 
 def render_templates(kind: str, folder: Path, *, name: str, **values: Any) -> dict[Path, str]:
-    """Map the files to create in ``folder`` to their texts; in paths, "NAME" becomes ``name`` and "dot_" a dot.
+    """Return the texts of the files to create in ``folder``, by path; replaces "NAME" and "dot_" in template paths.
 
     Raises:
         ConfigError: the class name is already used in the template's file.
