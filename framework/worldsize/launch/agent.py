@@ -84,7 +84,7 @@ def _read_settings(run: RunDirectory) -> tuple[Settings, Node]:
 
 
 def _record_failed_start(run: RunDirectory, cause: str, secrets: Mapping[str, str]) -> None:
-    """Record in the run folder that no process was started; only the first host does so."""
+    """Record in the run folder that no process was started; a no-op on all hosts but the first."""
     place = None
     with suppress(ConfigError):
         place = read_node(os.environ)

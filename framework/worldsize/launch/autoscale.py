@@ -68,7 +68,7 @@ def _run_policy(plan: Plan, parent: int) -> None:
 
 
 def query_policy(policy: Autoscaler, plan: Plan, seconds: float) -> str:
-    """Query ``policy`` at ``seconds`` into the attempt, and resize the gang; return an error message, or ""."""
+    """Query ``policy``, ``seconds`` after the start of the attempt, and resize the gang; return any error message."""
     sign = RunDirectory(plan.run_dir).control
     blocks = get_blocks(plan.roles)
     least, most = get_min_processes(plan.roles), policy.max_processes or count_at_most(blocks, plan.logical_ranks)
@@ -77,7 +77,7 @@ def query_policy(policy: Autoscaler, plan: Plan, seconds: float) -> str:
         wanted = policy.choose_process_count(state)
         if type(wanted) is not int:
             return f"{type(policy).__name__}.choose_process_count returned {wanted!r}; expected an int"
-        able = round_down(min(wanted, most), blocks, plan.logical_ranks)  # further processes could not train
+        able = round_down(min(wanted, most), blocks, plan.logical_ranks)  # more processes could not train
         wanted = max(least, able)
         if wanted != state.processes:
             send_request(sign, do="resize", processes=wanted)

@@ -71,7 +71,7 @@ class Control:
     The launching process's event loop must wait for the sockets from :meth:`collect_sockets`, and pass readable ones to
     :meth:`serve_socket`.
 
-    ``path`` is the socket's path in a private folder; ``sign`` is the file that announces it to other processes.
+    ``path`` is the socket's path in a private folder; other processes read that path from the file ``sign``.
     """
 
     def __init__(self, path: Path, sign: Path, job: Resizable) -> None:
@@ -171,7 +171,7 @@ def _try_action(action: Callable[[], Any]) -> dict[str, Any]:
 
 
 def send_request(sign: Path, **facts: Any) -> Any:
-    """Send a request to the launching process, whose socket path is in the file ``sign``; return its answer.
+    """Send a request to the launching process and return the answer; the file ``sign`` has the socket's path.
 
     Raises:
         ConfigError: the process does not exist or refuses the request.

@@ -234,7 +234,7 @@ def _record_failed_start(run: RunDirectory, failure: Failure, plan: Plan) -> Non
 
 
 def _print_plans(plans: Sequence[Plan], settings: Settings) -> int:
-    """Print the script or command for ``plans``; ``settings`` are those of the first."""
+    """Print the script or command that starts ``plans``; ``settings`` are the first plan's."""
     cluster, launcher = settings.cluster, settings.launcher
     try:
         launcher.check(cluster)

@@ -39,9 +39,9 @@ class Graces:
 class Gang(Job):
     """The running processes of one host.
 
-    ``folder`` is the private folder with their heartbeats, removed at the end. With ``leads``, on the first host only,
-    the gang accepts requests to add and remove workers. ``server`` is the membership server of a healing gang.
-    ``helpers`` are context managers that stay open until all processes have exited.
+    ``folder`` is the private folder for the processes' heartbeats, removed at the end. With ``leads``, on the first
+    host only, the gang accepts requests to add and remove workers. ``server`` is the membership server of a healing
+    gang. ``helpers`` are context managers that stay open until all processes have exited.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Gang(Job):
     def wait(self) -> Outcome:
         """Wait until all processes exit; a first signal asks them to save and exit, a second kills them.
 
-        They are killed at once if the run's folder is deleted, since their results could not be saved.
+        If the run folder is deleted, all processes are killed at once, since their results could not be saved.
         """
         signals = Signals()
         sign = self._control_sign

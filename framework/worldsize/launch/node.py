@@ -42,7 +42,7 @@ from worldsize.world.topology import variables
 
 @dataclass(frozen=True)
 class NodeLauncher(LaunchMethod):
-    """Starts the processes of one host by forking; base of launchers that do so on each host."""
+    """Base class of launchers that fork the processes of a host, on each host."""
 
     heals: ClassVar[bool] = True
     max_restarts: Annotated[int, Range(least=0)] = 0  # maximum restarts of a failed gang from its checkpoint
@@ -58,7 +58,7 @@ class NodeLauncher(LaunchMethod):
         return False
 
     def is_current(self) -> bool:
-        """Return whether this start still owns the run; called on the first host after it lost another."""
+        """Return whether this start of the job still owns the run; called on the first host if another is lost."""
         return True
 
     def start_node(self, plan: Plan, node: Node, rendezvous: NodeRendezvous, others: RemoteHosts | None = None) -> Gang:

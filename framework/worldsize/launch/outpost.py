@@ -22,7 +22,7 @@ _LONGEST = 100_000  # maximum characters of a reported error
 
 @final
 class Outpost:
-    """Starts and signals processes as the first host requests, and reports their messages and exits to it.
+    """Starts and signals processes on request of the first host, and forwards their messages and exits.
 
     Args:
         start: Starts a process, given its role, its rank in the role, and the number of previous starts.

@@ -33,7 +33,7 @@ _PATIENCE = 60.0  # timeout of Slurm's commands in seconds
 _RETRY = 1.0  # seconds between two queries
 SCRIPT = "slurm.sh"
 _QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED")  # states of a job that waits to start
-_OF_CPUS = re.compile("CPU|node configuration")  # matches Slurm's error if nodes lack CPUs
+_OF_CPUS = re.compile("CPU|node configuration")  # matches Slurm's error for nodes with too few CPUs
 _UNREACHABLE = re.compile("slurm controller|configuration source|[Mm]unge encode|Protocol authentication")
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 _TIME = Form(
@@ -305,7 +305,7 @@ def _run_command(
     """Run a Slurm command for at most ``patience`` seconds; return its output.
 
     Raises:
-        SchedulerUnreachableError: the command cannot start or reach Slurm; or it times out, perhaps too late.
+        SchedulerUnreachableError: the command cannot start or reach Slurm, or times out (Slurm may still execute it).
         ConfigError: Slurm rejects the request; the error includes Slurm's message.
     """
     try:

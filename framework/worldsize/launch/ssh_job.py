@@ -42,7 +42,7 @@ class Lineup:
     lost: str | None = None
 
     def replace_first(self, answering: set[str]) -> Lineup:
-        """Return a lineup with ``answering`` hosts first, then absent ones; the lost first host ends its group."""
+        """Return the lineup with ``answering`` hosts first, then absent ones; the lost host is last in its group."""
         first, *others = self.hosts
         there = [host for host in (*others, first) if host in answering]
         absent = [host for host in (*others, first) if host not in answering]

@@ -46,7 +46,7 @@ class TransformersModel:
         except OSError as error:
             if error.filename is not None or error.errno is not None:
                 raise
-            raise WorldsizeError(  # transformers raises an OSError without a file name for a missing tokenizer
+            raise WorldsizeError(  # transformers' own OSError for a missing tokenizer does not name a file
                 f"{type(self.recipe).__name__}.save_assets failed to add the tokenizer: {error}. "
                 "Restore the recipe's tokenizer file, or export with --format safetensors."
             ) from error

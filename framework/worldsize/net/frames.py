@@ -171,7 +171,7 @@ def read_message(data: bytes) -> Any:
 
 
 def _encode_nonfinite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON lacks, by values such as ``{"$float": "nan"}``."""
+    """Replace NaN and infinities, which JSON lacks, with values such as ``{"$float": "nan"}``."""
     if isinstance(value, Mapping):
         return {key: _encode_nonfinite(child) for key, child in value.items()}
     if isinstance(value, list | tuple):

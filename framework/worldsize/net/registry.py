@@ -70,9 +70,9 @@ class Registry:
         return Registration(_parse_epoch(files[-1]), **json.loads(read_regular(files[-1], at_most=_LARGEST)))
 
     def acquire(self, service: str, epoch: int, address: str, name: str) -> bool:
-        """Try to become the server of ``service`` in ``epoch``; False if another process is."""
+        """Try to become the server of ``service`` in ``epoch``; return False if another process already is."""
         folder = self._get_folder(service)
-        for each in (self.folder, folder):  # not their parents, so that a deleted run folder is not recreated
+        for each in (self.folder, folder):  # without parents=True, so that a deleted run folder is not recreated
             each.mkdir(exist_ok=True)
         draft = folder / f".{name}"
         draft.write_text(json.dumps({"address": address, "name": name}))
@@ -130,7 +130,7 @@ class Dialer:
         name: The name of this process, as in its certificate.
         registry: The registry of the run's services.
         credentials: The credentials of this process; None without TLS.
-        timeout: Seconds to look for a service, and to wait for a peer that does not make progress.
+        timeout: Maximum seconds to wait for a service to register, and for a peer to make progress.
         operations: The protocol.
     """
 

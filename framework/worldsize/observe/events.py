@@ -45,7 +45,7 @@ _NAMES: Mapping[type, str] = {
 }
 GOOD_NEWS = (OVERFLOW, "data_workers", "save_interval")  # events that do not report a problem
 _LOGGED = (OVERFLOW, "transport")  # already logged where they are detected
-_OF_FULL_DISKS = (NODE_ALERT, "checkpoint_failed")  # a full disk may prevent writing these; they are then only logged
+_OF_FULL_DISKS = (NODE_ALERT, "checkpoint_failed")  # only logged if they cannot be written
 
 # keys with integer values, by event name
 _NUMBERS = {
@@ -101,7 +101,7 @@ class Alert:
     """A notification for a person about an event.
 
     Attributes:
-        key: Its subject, such as "slow_rank.3" or "node_alert.0.disk"; later alerts with the same key replace it.
+        key: Subject, such as "slow_rank.3" or "node_alert.0.disk"; a later alert with the same key replaces this one.
         title: The event in a few words.
         text: One line with the event and, if known, its cause.
         step: The step at which the event was noticed. None if it does not belong to a step.

@@ -57,7 +57,7 @@ class NcclLog:
 
 
 def parse_nccl(text: str) -> NcclLog:
-    """Parse the log of one process; lines from other sources are skipped."""
+    """Parse NCCL's lines in the log of one process; other lines are skipped."""
     log = NcclLog()
     for line in text.splitlines():
         match = _LINE.match(line)

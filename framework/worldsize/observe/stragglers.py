@@ -37,7 +37,7 @@ _KEPT, _TIMES = 5000, 400_000  # maximum number of steps stored, and of times ov
 class Straggler:
     """A slow rank with the cause.
 
-    ``slower``: its busy time relative to the median of its peers, or the factor by which its link is slower than usual.
+    ``slower``: ratio of the rank's busy time to the median of its peers, or of the median bandwidth to its host's.
     ``since``: the first step of the evidence.
     """
 
@@ -62,7 +62,7 @@ class Stragglers:
     peers: Sequence[Sequence[int]]
     first: int = 0
     _recent: Figures = field(default_factory=lambda: np.empty((0, 0, 4)))  # (steps, ranks, 4)
-    _numbers: list[int] = field(default_factory=list)  # their step numbers
+    _numbers: list[int] = field(default_factory=list)  # step number of each row in _recent
     _fresh: list[Figures] = field(default_factory=list)  # steps added since the last judgment
     _suspected: set[int] = field(default_factory=set)
     _named: set[int] = field(default_factory=set)
@@ -169,7 +169,7 @@ _SLOWER = 3.0  # factor by which a slow host has less bandwidth than the median
 
 
 def slow_link_search(world: World) -> SlowLinkSearch | None:
-    """Return a search if hosts can be compared and all their processes train, else None."""
+    """Return a search for slow links if hosts can be compared and all processes train, else None."""
     node = world.groups.get("node")
     if node is None or world.size < dist.get_world_size() or world.size <= 2 * node.size():
         return None

@@ -67,12 +67,12 @@ class SubprocessListeners:
 
     def __call__(self, event: Event) -> None:
         if self._ended:
-            return  # a failure after the end: the listeners have already received the end
+            return  # listeners have already received the end of the run
         message = pickle.dumps(event)
         if isinstance(event, StepDone):
             self._steps, message = self._steps + message, b""
             if time.monotonic() < self._sent + _INTERVAL:
-                return  # each message wakes a process and takes a core from training
+                return  # do not send each step, since each message wakes a process that competes for cores
         self._sent = time.monotonic()
         for process in self._processes:
             process.send(message, steps=self._steps)
@@ -103,7 +103,7 @@ class SubprocessListeners:
 
 @final
 class _ListenerProcess:
-    """A listener's process and its pipe for events; ``before``: earlier ones, whose pipes it closes."""
+    """A listener's process and its pipe for events; ``before``: processes started earlier, whose pipes it closes."""
 
     def __init__(
         self,

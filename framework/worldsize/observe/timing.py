@@ -68,7 +68,7 @@ _PHASES = ("compute_seconds", "communication_seconds", "update_seconds")
 
 @final
 class UnitTimes:
-    """Like :class:`Timing`, for a process that computes parts of steps (units).
+    """Step times of a process that computes units (parts of steps), in the format of :class:`Timing`.
 
     Every ``every`` steps, it writes the means since the last line. Time outside data loading, compute and updates
     counts as waiting for weights or tasks.
@@ -158,7 +158,7 @@ def _record_trace(path: Path, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _allocations(path: Path) -> Iterator[None]:
-    """Record CUDA allocations in this context to ``path``, for pytorch.org/memory_viz."""
+    """Record CUDA allocations in this context, and write a snapshot to ``path`` for pytorch.org/memory_viz."""
     torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
     try:
         yield

@@ -72,9 +72,9 @@ def explain_memory_excess(forecast: Forecast, memory_bytes: float | None, *, pro
 
 
 def best_text(forecasts: Mapping[str, Forecast], unfitting: Collection[str]) -> str:
-    """Describe the fastest strategy among those that fit and are equivalent to a single process.
+    """Describe the fastest strategy that fits in memory and is equivalent to training on a single process.
 
-    The text includes its advantage over the next one, and which others would be faster.
+    The text includes the advantage over the next strategy, and faster strategies that do not qualify.
     """
     order = sorted(forecasts, key=lambda name: forecasts[name].step_seconds)
     fitting = [name for name in order if name not in unfitting and forecasts[name].cost.same]

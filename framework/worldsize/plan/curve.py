@@ -26,11 +26,11 @@ _BAR = 20  # width of the bar for an efficiency of 1, in characters
 
 
 def sizes_in(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Find a range of sizes in the overrides, such as cluster.nodes=1..64.
+    """Expand a range of sizes in the overrides, such as cluster.nodes=1..64.
 
     Returns:
         The overrides with the range replaced by its first size, and one override per size: the first, its doublings and
-            the last. The latter is None without a range.
+            the last (None without a range).
 
     Raises:
         ConfigError: there are several ranges, or an invalid one.

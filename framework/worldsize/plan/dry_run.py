@@ -1,4 +1,4 @@
-"""Runs a strategy's own steps on one rank without peers, also in concurrent processes."""
+"""Times a strategy's steps on one rank without peers, optionally in several concurrent processes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _SECONDS = 0.25  # minimum total duration of the steps
 def slowdown(settings: Settings, kind: str, *, at_once: int = 1, threads: int = 1) -> float:
     """Measure the compute time of a rank's step, as a multiple of a single process's.
 
-    Both use the same micro-batches. Hooks, encoding and copies are included, other ranks' work is not. The factor is
-    the ratio of medians over at least eleven alternating steps each, on this machine's first device of type ``kind``
-    ("cpu", "cuda"). ``at_once`` processes with ``threads`` threads each run concurrently, since copies of many
+    Both use the same micro-batches. The time includes hooks, encoding and copies, but not the work of other ranks. The
+    result is the ratio of medians over at least eleven alternating steps each, on this machine's first device of type
+    ``kind`` ("cpu", "cuda"). ``at_once`` processes with ``threads`` threads each run concurrently, since copies of many
     processes on few cores slow each other down.
 
     Raises:

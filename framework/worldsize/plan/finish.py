@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _RUNS = 2000  # number of simulated runs
 _HOPELESS = 1000  # runs expected to take this many times their training time are not simulated
-QUANTILES = (0.1, 0.5, 0.9)  # the first and last bound 80% of all runs
+QUANTILES = (0.1, 0.5, 0.9)  # 80% of all runs are between the first and the last
 
 # Default hours between failures of a node with eight GPUs, without a declared or observed rate. "The Llama 3 Herd of
 # Models" (arXiv:2407.21783), section 3.3.4, counts 419 unexpected interruptions of 16,384 GPUs in 54 days.

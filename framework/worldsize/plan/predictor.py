@@ -188,8 +188,8 @@ class Forecast:
     """The predicted times of a step on one rank.
 
     ``compute_seconds`` excludes the strategy's overhead, ``exposed_seconds`` is the wait for communication, and
-    ``step_seconds`` covers the whole step. ``by_formula``: why memory is the strategy's own estimate, with estimated
-    activations if any; None if memory was rehearsed.
+    ``step_seconds`` covers the whole step. ``by_formula``: why memory is estimated by the strategy's formula (plus
+    estimated activations, if any) instead of rehearsed; None if rehearsed.
     """
 
     cost: Cost

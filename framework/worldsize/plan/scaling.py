@@ -132,7 +132,7 @@ def marginal_text(share: float | None) -> str:
 
 
 def _find_previous_point(point: Point, points: Sequence[Point]) -> Point | None:
-    """Return the largest smaller point of the same series, on the fewest nodes."""
+    """Return the point at the next smaller world size of the same series; if there are several, on the fewest nodes."""
     series = (each for each in points if (each.strategy, each.accumulation) == (point.strategy, point.accumulation))
     smaller = [each for each in series if each.world_size < point.world_size]
     return max(smaller, key=lambda each: (each.world_size, -each.nodes), default=None)
@@ -165,7 +165,7 @@ def _strategies(points: Sequence[Point]) -> list[str]:
 
 
 def _last_worth(points: Sequence[Point], strategy: str, least: float) -> int:
-    """Return the last size before marginal efficiency (best series per size) falls below ``least``."""
+    """Return the last world size before the marginal efficiency (best series per size) falls below ``least``."""
     best: dict[int, float] = {}
     for point, share in zip(points, marginals(points), strict=True):
         if point.strategy == strategy:

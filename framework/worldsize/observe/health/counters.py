@@ -164,15 +164,15 @@ _SLOWDOWNS = {0x08: "hardware", 0x20: "temperature", 0x40: "temperature", 0x80: 
 @final
 @dataclass(frozen=True)
 class GpuReading:
-    """Current measurements of one GPU; None for those that it does not report.
+    """Current measurements of one GPU; None for unsupported ones.
 
     Attributes:
-        index: Its index on this node, as in nvidia-smi.
+        index: Index of the GPU on this node, as in nvidia-smi.
         utilisation: Fraction of time spent computing.
-        memory: Fraction of its memory in use.
+        memory: Fraction of the GPU's memory in use.
         temperature: Degrees Celsius.
         slowed_by: Sorted causes of throttling, such as "temperature".
-        ecc_errors: Uncorrectable memory errors since its driver was loaded.
+        ecc_errors: Uncorrectable memory errors since the driver was loaded.
     """
 
     index: int

@@ -26,7 +26,7 @@ _SCALE = np.array([(255, 255, 217), (199, 233, 180), (65, 182, 196), (34, 94, 16
 
 
 def format_colour(name: str) -> str:
-    """Return the style sheet's color ``name`` as an attribute value."""
+    """Return an SVG attribute value for the color ``name`` of the style sheet."""
     return f"var(--{name})"
 
 
@@ -254,7 +254,7 @@ class Plot:
         return Markup(head + "".join(parts) + "</svg>")  # all text is escaped where it is added
 
     def _draw_strips(self, across: Callable[[Numbers], Numbers], left: float, right: float, bottom: float) -> list[str]:
-        """Return vertical strips whose tooltips show the values of all series at their position."""
+        """Return invisible vertical strips; each has a tooltip with the values of all series at that position."""
         every = np.unique(np.concatenate([x for _, x, _ in self._series] or [np.zeros(0)]))
         if not every.size:
             return []

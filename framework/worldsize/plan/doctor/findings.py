@@ -78,7 +78,7 @@ def read_findings(folder: Path, nodes: int, names: Sequence[str] = ()) -> Findin
 
 Measured = Mapping[tuple[int, int], Link]  # from node to node; equal nodes for tiers "device" and "node"
 INSIDE = ("device", "node")  # tiers where each rank has its own links
-ONE_HOST = "one-host "  # prefix of a tier whose uplinks were measured by one host while the rest of its rack was idle
+ONE_HOST = "one-host "  # prefix of the tier name for uplinks measured by one host while the rest of its rack was idle
 
 
 def count_unit_ranks(cluster: Cluster) -> dict[str, int]:

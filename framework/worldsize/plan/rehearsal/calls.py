@@ -42,7 +42,7 @@ class Call:
 
     Attributes:
         operation: The name of the torch.distributed function, such as "all_reduce".
-        group: The group whose members must all make the call.
+        group: Process group; all members must make the call.
         form: The arguments that must match on all members: types, sizes, reductions and roots.
         peer: Global rank of a message's receiver or sender. None for any sender, or for collectives.
         nbytes: Bytes of this rank's input tensors.

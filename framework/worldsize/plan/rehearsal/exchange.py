@@ -39,8 +39,8 @@ class CallIndex(NamedTuple):
     """Index of a call in its group, from 0; messages are counted per sender and receiver.
 
     Attributes:
-        group: The group.
-        number: The index.
+        group: Process group of the call.
+        number: Index of the call in the group.
         route: Sender, receiver and tag of a point-to-point message; empty for collectives.
     """
 
@@ -60,8 +60,9 @@ class Message(NamedTuple):
     Attributes:
         call: Description of the call, equal at both ends of a message.
         tensors: The bytes of each tensor.
-        is_news: Whether they may affect later calls on other ranks.
-        is_integral: Whether all are integers or objects, and thus reproducible given the same received messages.
+        is_news: Whether the tensors may affect later calls on other ranks.
+        is_integral: Whether all tensors are integers or pickled objects; these are the same in every repetition that
+            receives the same messages.
     """
 
     call: str
@@ -269,7 +270,7 @@ def _is_sender(operator: Operator, place: int, *, is_object: bool) -> bool:
 
 
 def _normalize_call(call: str) -> str:
-    """Describe a message equally at both ends, for a send and its receive; return collectives unchanged."""
+    """Give a send and the matching receive the same description; return collectives unchanged."""
     name, parenthesis, form = call.partition("(")
     return f"message{parenthesis}{form}" if name in MESSAGES else call
 

@@ -51,17 +51,17 @@ class Rehearsed:
     """The recorded behavior of one rank.
 
     Attributes:
-        rank: The rank.
-        calls: Its collectives and messages, in order.
-        peak: Its peak memory in training.
-        evaluation: Its peak memory in an evaluation. None without one.
-        messages: The small tensors that it has sent.
-        error: The error that ended it early, with the line. None if there was none.
-        building: Its peak memory while building the replica.
-        waits: Maps a call's number, from 0, to the number of calls made when the rank waited for it. Calls that it
-            never waits for are missing. None if it waits for each call immediately.
+        rank: Global rank.
+        calls: Collectives and messages of the rank, in order.
+        peak: Peak memory in training.
+        evaluation: Peak memory in an evaluation. None without one.
+        messages: Small tensors sent by the rank.
+        error: The error that ended the rehearsal early, with the line. None if there was none.
+        building: Peak memory while building the replica.
+        waits: Maps a call's number, from 0, to the number of calls made when the rank waited for that call. Calls
+            without a wait are missing. None if the rank waits for each call immediately.
         refusal: The message of a ConfigError. None if there was none.
-        is_settled: Whether its calls were unchanged when it was rehearsed again with the others' messages.
+        is_settled: False if the calls still changed in the last allowed repetition of the rehearsal.
     """
 
     rank: int

@@ -96,7 +96,7 @@ def _find_changed_ranks(before: Sequence[Rehearsed], after: Sequence[Rehearsed])
 
 
 def _collect_messages(rehearsed: Sequence[Rehearsed]) -> SentMessages:
-    """Return the messages of all ranks, for each group only up to the first different call."""
+    """Return the messages of all ranks; in each group, only those before the first call that differs."""
     ends = {each.group: each.place - 1 for each in differences(rehearsed)}
     messages: dict[CallIndex, dict[int, Message]] = {}
     for each in rehearsed:

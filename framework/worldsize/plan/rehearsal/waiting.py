@@ -168,8 +168,8 @@ class Difference:
     """The first call for which the members of a group differ.
 
     Attributes:
-        group: The group.
-        place: The number of the call in the group, from 1.
+        group: Process group in which the calls differ.
+        place: Number of the call in the group, from 1.
         ranks: Each different call, as text with its line, and the ranks that make it, fewest ranks first.
         when: Position in the run; see :attr:`Call.when`.
     """
