@@ -74,9 +74,9 @@ WAYS = {"no saves": _nothing, "worldsize": _worldsize, "torch.save on rank 0": _
 
 
 def measure(world: World, root: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return, for each way and round, the seconds of all steps, and the seconds that the save blocked.
+    """Return the seconds of all steps, and the seconds that the save blocked, per round, by way of saving.
 
-    All ways alternate in one process, since two equal processes differ by more than the cost of a save.
+    The ways alternate in one process, since two identical processes differ by more than the cost of a save.
     """
     warnings.simplefilter("ignore")
     recipe = Wide()

@@ -1,4 +1,4 @@
-"""Read the same samples with the loader of each library, from the start or a saved state, and record their order.
+"""Read the same samples with each library's loader, from the start or a saved state, and record their order.
 
 ``data_resume.py`` runs it with a Python that has the libraries, in one process per rank. A sample is a number and 16
 tokens, a step has 48 samples over all ranks, and each library shuffles the samples itself.

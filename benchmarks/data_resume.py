@@ -1,4 +1,4 @@
-"""Measure time and memory until a run's first batch, at the start and after a resume, and the samples lost by it.
+"""Measure time and memory until the first batch, at the start and after a resume, and samples lost by a resume.
 
     uv run python benchmarks/data_resume.py reading 1000000000      # sources with this many samples, at two steps
     uv run python benchmarks/data_resume.py runs 1000000000         # commands, compared with 64 samples
@@ -125,7 +125,7 @@ def reading(samples: int) -> None:
 
 
 def move(run: Path, step: int) -> None:
-    """Save a run's only checkpoint again as the checkpoint of ``step``."""
+    """Rewrite a run's only checkpoint as a checkpoint of ``step``."""
     (folder,) = (run / "checkpoints").glob("step_*")
     checkpoint = read_checkpoint(folder)
     tensors = {

@@ -48,16 +48,16 @@ WAYS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Loss and traffic of one way to train."""
+    """Loss and traffic of one training method."""
 
     bits: float  # bits per byte of the test split
     sent: float  # bytes per step sent by each worker
 
 
 def loss(steps: int = 1200, *options: str) -> None:
-    """Compare the losses of all ways after the same number of tokens.
+    """Compare the losses of all training methods after the same number of tokens.
 
-    DDP trains the first third, since the paper also starts from a trained model. Each way resumes from there.
+    DDP trains the first third, since the paper also starts from a trained model. Each method resumes from there.
     """
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         begun = _begun(Path(name), steps, options)

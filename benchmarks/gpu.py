@@ -211,7 +211,7 @@ def loader(recipe: RandomTokens, device: torch.device) -> DataLoader[Any]:
 
 
 def endless(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield ``batches`` again and again."""
+    """Yield the items of ``batches``, starting over at the end."""
     while True:
         yield from batches
 
@@ -225,7 +225,7 @@ CONTENDERS: Mapping[str, Contender] = {
 
 
 def measured(name: str, sizes: Sizes, kind: str, numerics: Numerics) -> tuple[float, float, float]:
-    """Return tokens per second, peak bytes and the last loss of a contender."""
+    """Measure a contender; return tokens per second, peak bytes and the last loss."""
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     seconds, loss = [], 0.0
     for number, step in enumerate(CONTENDERS[name](RandomTokens(sizes), device, numerics), 1):

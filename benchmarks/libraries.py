@@ -36,7 +36,7 @@ ROWS, FILES, DRAWN = 200_000, 4, 64
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Return the CPU seconds of this process for ``work``."""
+    """Run ``work``, and return the CPU seconds used by this process."""
     begin = time.process_time()
     work()
     return time.process_time() - begin

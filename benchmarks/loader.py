@@ -63,7 +63,7 @@ def ours(dataset: Rows, workers: int) -> Iterator[Any]:
 
 
 def torchs(dataset: Rows, workers: int) -> Iterator[Any]:
-    """Return torch's loader; whole batches use a batch sampler, its fastest way."""
+    """Return torch's loader; whole batches use a batch sampler, which is fastest."""
     if isinstance(dataset, WholeBatches):
         sampler = BatchSampler(RandomSampler(dataset), BATCH, drop_last=True)
         return iter(DataLoader(dataset, sampler=sampler, batch_size=None, num_workers=workers))

@@ -3,7 +3,7 @@
     uv run --extra fp8 python benchmarks/precision.py [STEPS] [SEEDS]
 
 On CPUs, fp8 products are emulated: numbers are rounded to 8 bits, then multiplied in a higher precision. The losses are
-those of fp8, the speed is not.
+representative of fp8, but the speed is not.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _draw(title: str, measured: Mapping[str, list[float]], predicted: Mapping[st
 
 
 def forecasts(predictor: Predictor, shape: tuple[str, ...]) -> dict[str, Forecast]:
-    """Predict the step of each way, before any of them runs."""
+    """Predict the step of each strategy, before any of them runs."""
     predicted: dict[str, Forecast] = {}
     for way, options in WAYS.items():
 

@@ -1,11 +1,11 @@
-"""Count the source files that a command passes through from its start to the first step.
+"""Count the source files that a command executes from the start to the first step.
 
     python benchmarks/rooms.py train recipe=digits steps=20 cluster.processes=1 run.root=/tmp/rooms run.name=a
     python benchmarks/rooms.py resume /tmp/rooms/digits/a steps=40
 
 It traces calls in the launching process and in the first worker forked from it, until that calls ``fit``. A file is
 entered when a function in a different file of worldsize calls one of its functions, or resumes one of its generators. A
-place is a line from which a file is entered, counted once however often it runs: a jump for whoever reads the code.
+place is a line from which a file is entered, counted once however often it runs: one jump for a reader of the code.
 
 It prints all files in the order of their first entry, with their numbers of places and entries; the number of reads of
 the manifest; and the path: the files with functions on the call stack when ``fit`` is called.

@@ -169,7 +169,7 @@ def figure(name: str) -> int:
 
 
 def made_whole(world: World) -> object:
-    """Build the whole model, then shard it, as most programs do."""
+    """Build the whole model on every process, then shard it, as most programs do."""
     assert world.group is not None
     model, mesh = LARGE.model(), DeviceMesh.from_group(world.group, "cpu")
     for block in LARGE.blocks(model):

@@ -93,7 +93,7 @@ def wait_for_step(folder: Path, process: subprocess.Popen[bytes], more: int) -> 
 
 
 def losses(folder: Path) -> int:
-    """Return how many times the run has continued without a lost process."""
+    """Return how many times the run has continued after losing a process."""
     with suppress(FileNotFoundError):
         return metrics_of(folder).with_name("events.jsonl").read_bytes().count(b'"lost": {"')
     return 0

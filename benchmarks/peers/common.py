@@ -28,7 +28,7 @@ class Report:
         self.log: TextIO = (out.parent / f"{out.stem}_log_{RANK}.jsonl").open("w", buffering=1)
 
     def step(self, number: int, loss: float | None = None) -> None:
-        """Call after step ``number``, counted from 1."""
+        """Record the end of step ``number``, counted from 1; rank 0 logs ``loss``, if given."""
         if number == 1 and RANK == 0:
             self.out.with_suffix(".first").write_text(str(time.time()))
         if number == min(WARM_UP, self.steps - 1):

@@ -35,7 +35,7 @@ class DiLoCo(PeriodicSyncStrategy):
     outer_momentum: OuterMomentum = 0.9
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Add parameters at the start of the round and outer momentum to the cost of local SGD."""
+        """Return local SGD's cost plus memory for the round's initial parameters and the outer momentum."""
         averaging = averaging_cost(work, cluster, every=self.inner_steps)
         return replace(averaging, memory_bytes=averaging.memory_bytes + 2 * work.parameter_bytes)
 

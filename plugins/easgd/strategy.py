@@ -63,7 +63,7 @@ class EASGD(Strategy):
         return self.data_parallel(cluster)
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Cost of sending all parameters to the center and back on its one link, once per ``period``."""
+        """Return the cost of exchanging all parameters with the center, over its single link, once per ``period``."""
         payload, workers, centre = work.parameter_bytes, range(1, cluster.processes), [0]
         seconds = 2 * estimate_push_seconds(payload, workers, centre, cluster) / self.period
         leaves = estimate_leaving_bytes(cluster, estimate_push_bytes(payload, workers, centre, cluster)) / self.period

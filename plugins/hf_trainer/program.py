@@ -29,7 +29,7 @@ _REMEDIES = {
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise ConfigError for customizations beyond model, data, loss, optimizer, schedule."""
+    """Raise ConfigError if more than model, data, loss, optimizer or schedule is customized."""
     if refused := [*_overrides(trainer), *_find_unsupported(trainer)]:
         raise ConfigError("\n".join(refused))
 

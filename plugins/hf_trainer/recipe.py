@@ -27,7 +27,7 @@ _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_ena
 @final
 @dataclass(frozen=True)
 class HFTrainer(Recipe):
-    """Train what a program's ``transformers.Trainer`` would train, without running it.
+    """Train like a program's ``transformers.Trainer``, using its parts without running the Trainer itself.
 
     Args:
         trainer: name of the function that creates the Trainer, as in the configuration.

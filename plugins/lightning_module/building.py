@@ -75,7 +75,7 @@ def use_seed(seed: int) -> Iterator[None]:
 
 @contextmanager
 def one_at_a_time(name: str) -> Iterator[None]:
-    """Lock that admits one process of this user on this host at a time.
+    """Hold a lock in this block that only one of this user's processes on this host can hold.
 
     The first process downloads the data; the others then find it on disk.
     """

@@ -19,7 +19,7 @@ class _Gradient:
     losses: list[Tensor] = field(default_factory=list)
     """Losses of backward passes since the last optimizer step."""
     spoiled: str = ""
-    """Why the gradient has other contributions, with a remedy; empty without any."""
+    """Why the gradient has contributions other than ``losses``, with a remedy; empty if it has none."""
 
 
 @final

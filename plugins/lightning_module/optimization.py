@@ -41,7 +41,7 @@ class Configured:
         """Return the schedule of an optimizer, or None if it has none.
 
         Raises:
-            ConfigError: it has several.
+            ConfigError: the optimizer has several schedules.
         """
         own = [each for each in self.schedules if each.scheduler.optimizer is optimizer]
         if len(own) > 1:
@@ -154,7 +154,7 @@ class ModuleSchedule(LRScheduler):
 
 @final
 class PositionSchedule(ModuleSchedule):
-    """Advances a module's schedule by steps or epochs, as ``configure_optimizers`` sets."""
+    """Advances a module's schedule by steps or epochs, as configured by ``configure_optimizers``."""
 
     def __init__(self, scheduled: Scheduled, optimizer: Optimizer, positions: Positions) -> None:
         super().__init__(scheduled, optimizer)

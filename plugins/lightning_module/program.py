@@ -40,7 +40,7 @@ class LightningProgram:
         make_datamodule: creates the LightningDataModule from ``datamodule_args``, or returns None.
         run: run settings that DataLoaders also have.
         evaluates: the step used for evaluation, "validation" or "test".
-        ignore_hooks: overridden hooks that may be left out, since worldsize does not call them.
+        ignore_hooks: overridden hooks that worldsize does not call, and that the program can do without.
     """
 
     make_module: Callable[..., Any]

@@ -27,8 +27,8 @@ OptimizerState = Literal["local", "mean", "zero"]
 class LocalSGD(PeriodicSyncStrategy):
     """Average parameters and buffers every ``inner_steps`` steps (Stich 2019, arXiv 1805.09767).
 
-    ``optimizer_state``: its handling at synchronization. Workers keep their own state ("local"), average it ("mean"),
-    or reset it to zero ("zero").
+    ``optimizer_state``: whether workers keep their own optimizer state at a synchronization ("local"), average it
+    ("mean") or reset it to zero ("zero").
     """
 
     optimizer_state: OptimizerState = "local"

@@ -40,7 +40,7 @@ class MLflow:
     ) -> None:
         from mlflow import MlflowClient  # slow import (seconds)
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # otherwise it logs every database table that it creates
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # otherwise it logs the creation of every table
         self._client = MlflowClient(tracking_uri=tracking_uri)
         place = _experiment(self._client, experiment)
         runs = self._client.search_runs([place], f"tags.`{_TAG}` = '{run_id}'", max_results=1)

@@ -23,10 +23,10 @@ Gradient = Tensor | RowGradients
 
 
 def encode_presence(pieces: Sequence[bool], dtype: torch.dtype) -> Tensor | None:
-    """Return the presence flags sent after a bucket's gradient, (pieces,): 1 or 0 per piece.
+    """Encode which pieces of a bucket have a gradient, as flags 1 or 0 of ``dtype``, (pieces,).
 
-    None if all pieces have a gradient. Missing gradients are sent as zeros. The optimizer must not update a piece if
-    its gradient is missing on all workers.
+    The flags are sent after the bucket's gradient; None if all pieces have one. Missing gradients are sent as zeros.
+    The optimizer must not update a piece if its gradient is missing on all workers.
     """
     return None if all(pieces) else torch.tensor(pieces).to(dtype)
 
@@ -66,10 +66,11 @@ class StepGradients:
     def add_contribution(
         self, index: int, gradient: Gradient, *, step: int, width: int, node: int, present: Tensor | None = None
     ) -> bool:
-        """Add a contribution to gradient ``index``: tree node ``node`` of the level with ``width`` nodes, see
-        PartialSums.
+        """Add a contribution to the mean gradient with this ``index``.
 
-        ``present``: which pieces of a bucket have a gradient, bool (pieces,). None if all have one.
+        ``gradient`` is the sum of tree node ``node`` on the level with ``width`` nodes, see
+        :class:`~worldsize.collectives.ordered.PartialSums`. ``present``: which pieces of a bucket have a gradient, bool
+        (pieces,). None if all have one.
 
         Returns:
             Whether the contribution is new; False if these logical ranks were added before.

@@ -154,7 +154,7 @@ _POLL = 0.02  # seconds between two polls of the registry
 
 @final
 class Succession:
-    """Waits until a server becomes master of its shard, meanwhile as a standby if possible.
+    """Waits until this server becomes master of its shard, acting as a standby meanwhile if possible.
 
     Args:
         dialer: Connects this server to the others.
@@ -182,7 +182,7 @@ class Succession:
         self._lease, self._is_first, self._has_standbys = lease, is_first, has_standbys
 
     def run(self) -> None:
-        """Return once this server is master.
+        """Wait until this server is master.
 
         Raises:
             EndedError: The run has ended, and this server never became master.

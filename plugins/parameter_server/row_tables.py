@@ -17,7 +17,7 @@ from worldsize.errors import neighbours
 from worldsize.strategies.wrapping import sparse_embeddings
 
 RowGradients = tuple[Tensor, Tensor]  # unique sorted ids, int64 (n,), and values, float32 (n, dim)
-_SAMPLED = 16  # one in this many pushes is sampled
+_SAMPLED = 16  # sample one in this many pushes
 
 
 @final

@@ -203,7 +203,7 @@ _ID_BYTES, _NUMBER_BYTES = 8, 4
 
 @final
 class PushReceiver:
-    """Receives pushes to ``shard``; decodes gradients with ``codec``, unless it is None."""
+    """Receives pushes to ``shard``, and decodes gradients with ``codec`` (None: no compression)."""
 
     def __init__(self, shard: Shard, codec: GradientCodec | None) -> None:
         self.shard, self._codec = shard, codec

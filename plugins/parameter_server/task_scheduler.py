@@ -146,7 +146,7 @@ class TaskScheduler:
         self.wait_for(lambda: not self.staleness.members, alone=True)
 
     def wait_for(self, done: Callable[[], bool], *, alone: bool = False) -> None:
-        """Wait for ``done``, and retire workers with expired leases. ``alone``: accept having no workers.
+        """Wait until ``done()``, and retire workers with expired leases; ``alone``: wait even without workers.
 
         Raises:
             WorldsizeError: There were no workers for longer than the timeout.

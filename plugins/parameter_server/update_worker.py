@@ -33,9 +33,9 @@ _Sums = Mapping[tuple[int, int], Sequence[Tensor | None]]  # gradients, by tree 
 
 @final
 class UpdateWorker:
-    """Works for one run, from its first task to its last.
+    """A worker's part in one run with several updates per step, from the first task to the last.
 
-    Its unit of a step is a generator that pauses at each update until the leading server releases all workers.
+    A unit of a step is a generator that pauses at each update until the leading server releases all workers.
 
     Args:
         recipe: The recipe to train.

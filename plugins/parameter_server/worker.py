@@ -52,7 +52,7 @@ class WorkerOptions:
 
 @final
 class Worker:
-    """Works for one run, from its first task to its last.
+    """A worker's part in one run, from the first task to the last.
 
     Args:
         recipe: The recipe to train.

@@ -58,7 +58,7 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
             )
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Add synchronized parameters, momentum and outer gradients in flight to local SGD's memory.
+        """Return local SGD's cost plus memory for synchronized parameters, momentum and outer gradients in flight.
 
         Communication overlaps with training until the outer step.
         """

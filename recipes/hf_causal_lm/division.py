@@ -55,7 +55,7 @@ def _match_patterns(model: Any) -> dict[str, str]:
 
 
 def _find_tied_embeddings(model: Any) -> list[str]:
-    """Return the names of the input and the output embedding if they share their weight."""
+    """Return the names of the input and output embeddings if they share a weight, otherwise []."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if None in ends or ends[0].weight is not ends[1].weight:
         return []

@@ -192,7 +192,7 @@ class HFCausalLM(Recipe):
         return nats, (targets != IGNORED).sum()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Return nats per token, the cross entropy, as (sum, count); exp gives the perplexity."""
+        """Return the cross entropy in nats per token as (sum, count); its exponential is the perplexity."""
         asked = language_batch(batch)
         logits, targets = _compute_logits(model, asked).float(), asked.targets_bt.flatten()
         nats = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none").double().sum()
@@ -204,7 +204,7 @@ class HFCausalLM(Recipe):
         return [module for module in model.modules() if type(module).__name__ in names]
 
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the layers of a Llama-like model; without documents, whose positions stages do not pass on."""
+        """Return the layers of a Llama-like model. Documents are not supported: stages do not pass on positions."""
         if self.source is not None and has_documents(self.source):
             raise ConfigError(
                 "data with documents is not supported in a pipeline: its stages do not pass positions in documents. "

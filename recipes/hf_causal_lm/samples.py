@@ -31,7 +31,7 @@ class LanguageBatch(NamedTuple):
 
 
 def language_batch(batch: Any) -> LanguageBatch:
-    """Convert a batch: windows (batch, context + 1), packed documents, (inputs, targets), or the result of this."""
+    """Convert windows (batch, context + 1), packed documents or (inputs, targets); return a LanguageBatch as is."""
     if isinstance(batch, LanguageBatch):
         return batch
     if isinstance(batch, Tensor):

@@ -1,4 +1,4 @@
-"""Train a 64-64-10 MLP on random data, so small that a step's time is the loop's overhead."""
+"""Train a 64-64-10 MLP on random data, so small that the loop's overhead dominates the step time."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Attempt(TypedDict):
 
 
 def new_attempt(number: int, others: Sequence[str], world_size: int) -> Attempt:
-    """Describe a new attempt, started by this process on this host and ``others``."""
+    """Return the record of a new attempt that this process starts on this host and ``others``."""
     now = time.time()
     attempt: Attempt = {
         "number": number,

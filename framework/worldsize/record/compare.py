@@ -111,7 +111,7 @@ def _extract_figures(row: Row) -> Iterator[tuple[str, Any]]:
 
 
 def _compare_tensors(first: Path, second: Path, then: Mapping[str, str], now: Mapping[str, str]) -> list[Divergence]:
-    """Compare model tensors at steps that both runs saved; if there are none, the digests of final weights."""
+    """Compare model tensors at steps that both runs saved; without such steps, compare digests of the final weights."""
     runs = [_find_checkpoints(first / "checkpoints"), _find_checkpoints(second / "checkpoints")]
     steps = sorted(runs[0].keys() & runs[1].keys())
     if not steps:

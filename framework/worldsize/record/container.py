@@ -185,7 +185,7 @@ def build_image(engine: str, dockerfile: Path, tag: str, *, options: Sequence[st
 
 
 def _distinct(writes: Sequence[Path], reads: Sequence[Path]) -> dict[Path, str]:
-    """Map existing folders to "rw" or "ro", outer first, without those that a mount covers.
+    """Map existing folders to "rw" or "ro", parents first; omit folders that another mount already covers.
 
     Engines mount in this order, and a mount hides the previous contents of its mount point.
     """

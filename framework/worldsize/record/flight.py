@@ -58,7 +58,7 @@ def keep_flight_file(log: Path) -> None:
 def hang_report(logs: Sequence[Path]) -> str:
     """Describe what each process was doing when the gang hung; "" without flight records.
 
-    If there are too many, processes that were not waiting take precedence, since the others waited for them.
+    With too many processes, list those first that were not waiting, since the others waited for them.
     """
     written = [(log.stem, record) for log in logs[:_FILES] if (record := _read_record(flight_file(log))) is not None]
     told = sorted(written, key=lambda each: _is_waiting(each[1]))[:_RANKS] if len(written) > _RANKS else written

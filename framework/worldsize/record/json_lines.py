@@ -1,4 +1,4 @@
-"""Reading of JSON-lines files, including files that are growing or damaged.
+"""Read JSON-lines files, including files that are still being written or are damaged.
 
 :func:`wrap_read_errors` converts errors in a run's files, which may be from other users, to one-sentence messages.
 """

@@ -20,7 +20,7 @@ _NOT_COMPUTED = (*NOT_TRAINED, "strategy", "cluster", "reproducibility")
 
 @dataclass(frozen=True)
 class ReproducibilityLevel:
-    """A claim of how exactly a run can be reproduced: one of LEVELS, and the reason."""
+    """How exactly a run can be reproduced: one of LEVELS, with the reason."""
 
     level: str
     why: str

@@ -191,7 +191,7 @@ def _is_before(row: Mapping[str, Any], step: int, evaluated: bool) -> bool:
 
 
 def _ends_before(path: Path, step: int, evaluated: bool) -> bool:
-    """Return whether the last line is at or before ``step``; lines are sorted by step.
+    """Return whether the last line belongs to ``step`` or an earlier step; lines are sorted by step.
 
     The launching process has already read all lines and dropped damaged ones at the start of the attempt.
     """

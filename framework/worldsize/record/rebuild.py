@@ -29,8 +29,8 @@ class Interpreter:
     """A command, import path and variables that start a Python interpreter.
 
     Attributes:
-        command: The command that starts it.
-        path: Folders to prepend to its import path.
+        command: The command that starts the interpreter.
+        path: Folders to prepend to the interpreter's import path.
         variables: Environment variables to set.
     """
 
@@ -188,7 +188,7 @@ def _list_moved_paths(clones: Sequence[Path], code: Path) -> Iterator[Path]:
 
 
 def _framework() -> tuple[Path, ...]:
-    """Return the folder of this worldsize if it is a clone, since locks cannot install it; otherwise empty."""
+    """Return the folder of this worldsize if it is a clone, since a lock file cannot install it; otherwise empty."""
     source = Path(__file__).resolve().parents[2]
     return (source,) if source.name == "framework" else ()
 

@@ -52,7 +52,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
-        self.excluded = path / "excluded"  # hosts that were too slow, one per line; the run continues without them
+        self.excluded = path / "excluded"  # hosts excluded as too slow, one per line
         self.transport = path / "transport.json"  # transports of an attempt, until they are in the manifest
         self.findings = path / "findings"  # files of a cluster check: one per host and process, and the first host's
         self.reserve = path / ".reserve"  # reserved disk space, to record the end of a run that filled the disk
@@ -79,7 +79,7 @@ class RunDirectory:
         return self.path / "logs" / f"lost_{connection}"
 
     def listener_lock(self, name: str) -> Path:
-        """Return the lock file with which the listener ``name`` waits until an earlier attempt's listener ends."""
+        """Return the lock file for the listener ``name``, held until an attempt's listener process exits."""
         return self.path / "logs" / f"{name}.lock"
 
     def nccl_logs(self, host: str) -> Path:

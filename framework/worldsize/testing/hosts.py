@@ -1,4 +1,4 @@
-"""Simulate hosts with network namespaces. Each has an address, a name, sshd, and a link to shape or cut.
+"""Simulate hosts with network namespaces; each has an address, a name, sshd, and a link to throttle or cut.
 
     python -m worldsize.testing.hosts --rate 200mbit uv run train.py +cluster=ssh cluster.hosts=[h1,h2] ...
 
@@ -34,7 +34,7 @@ Host h*
 
 
 def find_missing_requirements() -> str | None:
-    """Return why this machine cannot run such hosts, or None if it can."""
+    """Return why this machine cannot simulate hosts, or None if it can."""
     if os.geteuid() != 0:
         return "network namespaces require root"
     absent = [name for name in ("ip", "tc", "sshd", "ssh", "rsync") if _executable(name) is None]

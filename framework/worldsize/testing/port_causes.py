@@ -1,4 +1,4 @@
-"""Find out why losses differ, by training recipe and reference under changed conditions."""
+"""Find out why losses differ, by retraining recipe and reference with changes such as other batches."""
 
 from __future__ import annotations
 

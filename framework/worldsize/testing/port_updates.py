@@ -1,4 +1,4 @@
-"""Measure, per tensor, how the first different update of recipe and reference differs."""
+"""Explain, per tensor, the first update in which recipe and reference differ."""
 
 from __future__ import annotations
 

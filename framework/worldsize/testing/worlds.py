@@ -35,7 +35,7 @@ def run_in_worlds(
 ) -> list[T]:
     """Run ``body(world)`` in ``size`` forked single-threaded processes; return results by rank.
 
-    ``local_size`` processes form one node (default: all). ``tiers`` are the cluster's tiers, in nodes. ``roles``: roles
+    ``local_size`` processes form one node (default: all). ``tiers``: nodes per unit, by tier. ``roles``: roles
     of the processes in rank order (default: all train); those that serve are not in a process group.
 
     Raises:

@@ -250,7 +250,7 @@ class ProcessResources:
             listener(event)
 
     def tell_started(self, event: RunStarted, passing: Sequence[Listener]) -> None:
-        """Send RunStarted to new listeners, and to the ``passing`` listeners of the current membership.
+        """Send RunStarted to new listeners, and to ``passing`` listeners, which last for one membership.
 
         The latter are not stored, since they refer to the membership's replica.
         """

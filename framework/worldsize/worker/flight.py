@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 _SHARE = 0.6  # fraction of the timeout after which a collective, or a wait for a message, counts as hung
 _POLLS = 20  # polls per timeout
 _QUICKEST, _SLOWEST = 0.1, 10.0  # minimum and maximum seconds between two polls
-_RECORDS = 16  # maximum number of hangs that a process records, since a server may survive many hangs
+_RECORDS = 16  # maximum number of hangs recorded per process, since a server may survive many
 _SETTLES = 0.5  # seconds that torch may need to record the completion of a collective
 
 

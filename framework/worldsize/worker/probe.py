@@ -112,7 +112,7 @@ def _describe_process(placement: Placement) -> dict[str, Any]:
 
 
 def _identity(device: torch.device) -> str | None:
-    """Return an identifier that does not depend on the device index, to detect devices used twice; None if unknown."""
+    """Return a device identifier independent of the index, to detect devices used twice; None if unknown."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 

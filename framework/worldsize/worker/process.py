@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def _open_inherited_channel(timeout: float) -> MembershipChannel | None:
-    """Return the channel of a healing gang, if this process had one before it was re-executed for CUDA."""
+    """Return the channel to the healing gang that this process inherited when it was re-executed for CUDA, if any."""
     if (descriptor := os.environ.pop(PIPE, None)) is None:
         return None
     os.set_inheritable(int(descriptor), False)

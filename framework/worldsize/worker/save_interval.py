@@ -19,7 +19,7 @@ from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import read_run
 
 _FIRST = 10  # steps before the first save, if the run has failed or its failure rate is declared
-_NEVER = 2**62  # the same for other runs, which save once a save is overdue
+_NEVER = 2**62  # used by other runs, which save only when a save is overdue
 _GROWTH = 4  # maximum factor between two intervals, since the first costs and steps are not typical
 _REMEMBERED = 8  # number of newest saves in the mean cost
 _CHANGED = 1.5  # minimum change of the interval, as a factor, for an event

@@ -139,7 +139,7 @@ class StepMemory:
 
 
 def writes_states(strategy: Strategy, world: World) -> bool:
-    """Return whether this process, as the first with its data-parallel rank, writes its logical ranks' states."""
+    """Return whether this process is the first with its data-parallel rank, which writes the recipe's states."""
     part = strategy.data_rank(world)
     return all(strategy.data_rank(replace(world, rank=rank)) != part for rank in range(world.rank))
 

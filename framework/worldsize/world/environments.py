@@ -34,7 +34,7 @@ class Placement:
         store: Rendezvous of the ranks, an ``init_method`` for torch.distributed.
         attempt: Number of this attempt at the run, from 1.
         heartbeat: Path of the process's progress file.
-        starts: Number of times that this process alone was restarted.
+        starts: Number of individual restarts of this process.
         address: Address at which other hosts reach this host.
         node: Index of this host in the run, from 0. None if it can be derived from the rank (equally filled hosts).
     """

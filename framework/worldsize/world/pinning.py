@@ -86,7 +86,7 @@ def plan_pins(
     """Assign cores and memory to the run's processes on this machine.
 
     "numa" gives a process all cores of one NUMA node, preferably its GPU's. "exclusive" gives it an equal share of
-    these cores, without overlap with other processes. "auto" acts as "numa" on a machine with several NUMA nodes
+    these cores, without overlap with other processes. "auto" behaves like "numa" on a machine with several NUMA nodes
     that get the same number of processes (or whose GPUs are known), unless this process is already bound to some cores.
 
     Args:
@@ -193,7 +193,7 @@ def few_cpus(cluster: Cluster, usable: int) -> str:
 
 
 def pin_process(cluster: Cluster, *, local_rank: int, processes: int, has_launcher: bool) -> Pin | None:
-    """Pin this process according to ``cluster.pin``; return its pin, None without one.
+    """Pin this process according to ``cluster.pin``; return the pin, or None if the process is not pinned.
 
     Call this after a process has selected its GPU. If worldsize did not launch it (``has_launcher``), keep a
     binding by torchrun, srun or mpirun: they may have bound the other processes to other cores.

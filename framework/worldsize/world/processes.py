@@ -122,7 +122,7 @@ def leave_bad_fork(program: Sequence[str], pipe: int | None = None) -> None:
 
 
 def ask_the_driver() -> None:
-    """Let torch query the CUDA driver, in a process that will not fork before using GPUs.
+    """Let torch query the CUDA driver again; only for a process that will not fork before using GPUs.
 
     ``import worldsize`` makes torch query NVML instead. Every optimizer step makes this query, and on a host without a
     GPU torch then searches for the NVML library each time, which takes 0.1 ms.

@@ -68,7 +68,7 @@ def short_folder() -> Path | None:
 
 
 def full_folder(other: Path) -> str | None:
-    """Return the temporary folder's path for a message if its disk is full but not ``other``'s."""
+    """Return the temporary folder, for an error message, if its disk is full but the disk of ``other`` is not."""
     folder = Path(tempfile.gettempdir())
     return f"{folder} (TMPDIR)" if is_full(folder) and not is_full(other) else None
 
