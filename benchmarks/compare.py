@@ -93,7 +93,7 @@ def _mean_step(lines: Sequence[dict[str, Any]], processes: int) -> float:
 
 
 def alternately(contenders: dict[str, Callable[[], Figures]], rounds: int) -> dict[str, Figures]:
-    """Return medians over rounds. Each round runs every contender once, so that drift affects all alike."""
+    """Return each contender's medians over rounds. Each round runs all contenders, to share any drift."""
     figures_of: dict[str, list[Figures]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name, contender in contenders.items():

@@ -127,7 +127,7 @@ def read_mosaic(folder: Path, state: Any) -> tuple[Batches, State]:
 def read_litdata(folder: Path, state: Any) -> tuple[Batches, State]:
     import litdata
 
-    data = litdata.StreamingDataset(str(folder), shuffle=True, seed=7, drop_last=True)  # its default if WORLD > 1
+    data = litdata.StreamingDataset(str(folder), shuffle=True, seed=7, drop_last=True)  # the default if WORLD > 1
     loader = litdata.StreamingDataLoader(data, batch_size=STEP // WORLD)
     if state is not None:
         loader.load_state_dict(state)

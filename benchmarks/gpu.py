@@ -190,7 +190,7 @@ def made(recipe: RandomTokens, numerics: Numerics) -> tuple[Any, Optimizer]:
 def steps(
     loss_of: Callable[[Any], Tensor], optimizer: Any, batches: Iterable[Any], backward: Callable[[Tensor], Any]
 ) -> Iterator[Step]:
-    """Yield the step function of the loop in both peers' documentation; it returns the loss."""
+    """Yield a function that takes a step of the loop in both peers' documentation, and returns the loss."""
     endless_batches = endless(batches)
 
     def step() -> float:

@@ -53,7 +53,7 @@ class WrappedWork(Work):
 
 
 class Wrapper(ProcessGroup):
-    group_name: Any = ""  # device meshes look up groups by it
+    group_name: Any = ""  # device meshes look up groups by this name
 
     def __init__(self, inner: ProcessGroup) -> None:
         super().__init__(inner.rank(), inner.size())

@@ -66,7 +66,7 @@ def orders(megabits: int, uplink: int) -> None:
 
 @contextmanager
 def racks(megabits: int, uplink: int) -> Iterator[tuple[Hosts, Path]]:
-    """Yield four hosts in two racks, and a Python that starts fast on them."""
+    """Yield four hosts in two racks, and the path of a fast-starting Python interpreter."""
     with tempfile.TemporaryDirectory() as name, run_hosts(Path(name), name="bench", count=4, racks=2) as hosts:
         hosts.shape_links(f"{megabits}mbit")
         hosts.shape_uplinks(f"{uplink}mbit")

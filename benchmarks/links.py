@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 @contextmanager
 def warm_python(folder: Path) -> Iterator[Path]:
-    """Yield a Python that starts with worldsize imported, so that four hosts on two cores start fast."""
+    """Yield the path of a Python with worldsize already imported, so that four hosts on two cores start fast."""
     sys.path.append(str(REPOSITORY))
     from tests.support import warm
 

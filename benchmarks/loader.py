@@ -74,7 +74,7 @@ LOADERS: dict[str, Callable[[Rows, int], Iterator[Any]]] = {"worldsize": ours, "
 
 
 def measured(which: str, kind: type[Rows], path: Path, workers: int, seconds: float) -> tuple[float, float]:
-    """Return the seconds until the first batch, and the samples per second after it."""
+    """Return the seconds until the first batch, and the samples per second from then on."""
     begun = time.perf_counter()
     loader = LOADERS[which](kind(path), workers)
     next(loader)

@@ -142,7 +142,7 @@ def show_steps(steps: int) -> None:
 
 
 def show_schedules(steps: int) -> None:
-    """Print the time of a step with each schedule of two pipeline ranks, and the idle share by its formula."""
+    """Print the time of a step with each schedule on two pipeline ranks, and its idle fraction in theory."""
     meshes = [Mesh(pipeline=2, schedule=kind) for kind in KINDS]
     variants = [(mesh, Numerics()) for mesh in meshes]
     times = run_in_worlds(partial(_time_steps, variants, 512, 8, steps), 2, timeout=900)[0]
@@ -155,7 +155,7 @@ def show_schedules(steps: int) -> None:
 
 
 def _time_tokens(meshes: Sequence[Mesh], numerics: Numerics, steps: int, world: World) -> list[tuple[float, float]]:
-    """Return the median seconds of a step of each mesh, and the MB that autograd keeps of its activations."""
+    """Return the median seconds of a step of each mesh, and the MB of activations saved by autograd."""
     optimizer = partial(torch.optim.AdamW, lr=0.001)
     recipe = StdlibLM(512, 4, 8, 512, 0.1, test_bytes=1000, make_optimizer=optimizer)
     rows = torch.randint(256, (4, 513), generator=torch.Generator().manual_seed(1))
@@ -173,9 +173,9 @@ def _time_tokens(meshes: Sequence[Mesh], numerics: Numerics, steps: int, world: 
 
 
 def _count_saved_bytes(step: Callable[[], object]) -> int:
-    """Return the bytes that autograd keeps for the backward pass of ``step``, without parameters."""
+    """Return the bytes that autograd saves for the backward pass of ``step``, without parameters."""
     sizes: dict[int, int] = {}
-    kept: list[Tensor] = []  # so that no two have the same address
+    kept: list[Tensor] = []  # kept alive, so that no two have the same address
 
     def keep(tensor: Tensor) -> Tensor:
         if not tensor.is_leaf or not tensor.requires_grad:
@@ -263,7 +263,7 @@ def _time_context(length: int, steps: int, loops: Sequence[str], world: World) -
 
 
 class _MemoryPeak:
-    """Measures by how many MB the memory of the process grows within the block, reading it every 5 ms."""
+    """Measures the peak memory growth of the process within the block, in MB, by sampling every 5 ms."""
 
     def __init__(self) -> None:
         self.grown = 0.0
@@ -285,7 +285,7 @@ class _MemoryPeak:
 
 
 def show_context(steps: int) -> None:
-    """Print the time of a step whose sequences are divided over ranks, and its memory in a new process."""
+    """Print the time of a step with sequences divided over ranks, and the memory, measured in a new process."""
     length, loops = 4096, ("by hand", "worldsize")
     table = Table("ranks", "loop", "ms per step", "MB", title=f"one sequence of {length} bytes, {steps} steps")
     for size in (1, 2, 4):

@@ -75,7 +75,7 @@ def _worked(cfg: DictConfig, work: Callable[[Settings], Any]) -> Any:
     return work(build_settings(cfg))
 
 
-# ---------------------------------------------------------------- how it grows
+# ---------------------------------------------------------------- cost by world size
 
 
 def _open_files() -> int:
@@ -189,7 +189,7 @@ def _joined(placement: Placement, said: Connection) -> None:
 
 
 def store(sizes: Sequence[int]) -> None:
-    """Print the store requests of real processes until all their groups have all-reduced, by world size."""
+    """Print, by world size, the store requests of real processes until every group has all-reduced."""
     table = Table(
         "ranks", "messages to join", "until all groups have summed", "files opened", title="the most of any rank"
     )

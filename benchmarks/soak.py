@@ -55,7 +55,7 @@ def workers(launcher: int) -> list[int]:
 
 
 def name_of(pid: int) -> str:
-    with suppress(OSError):  # it has exited
+    with suppress(OSError):  # the process has exited
         return Path(f"/proc/{pid}/comm").read_text()
     return ""
 
@@ -227,7 +227,7 @@ def step_seconds(arguments: list[str]) -> float:
 
 def intervals(times: int, chance: random.Random) -> None:
     """Compare checkpoint intervals under the same kills, one per 5 s on average."""
-    declared = f"cluster.mtbf_hours={5 / 3600:.6f}"  # else it learns the rate from the first failures
+    declared = f"cluster.mtbf_hours={5 / 3600:.6f}"  # otherwise the run estimates the rate from its first failures
     choices = {"auto": ["checkpoint.every=auto"], "auto, rate declared": ["checkpoint.every=auto", declared]}
     fixed = {every: [f"checkpoint.every={every}"] for every in ("10", "40", "160")}
     ends: dict[str, list[tuple[float, float, int]]] = {choice: [] for choice in (*choices, *fixed)}
@@ -288,7 +288,7 @@ def under_kills(chosen: list[str], pauses: list[float]) -> tuple[float, float, i
 def has_trained(folder: Path, process: subprocess.Popen[bytes]) -> bool:
     """Wait until three steps were logged after a restart, perhaps from a checkpoint; return False if the run ended."""
     seen = {last_step(folder)}
-    while len(seen) < 5 and process.poll() is None:  # with the step before it, and the checkpoint's
+    while len(seen) < 5 and process.poll() is None:  # 3 new steps, the last step before, and the checkpoint's
         seen.add(last_step(folder))
         time.sleep(0.005)
     return process.poll() is None

@@ -141,7 +141,7 @@ def _admit_worker(
 
 @final
 class Centre:
-    """The center variable. Each row from a worker moves it by ``elasticity`` × (row − center)."""
+    """The center variable, moved by ``elasticity`` × (row − center) for each row from a worker."""
 
     def __init__(self, workers: Sequence[Channel], *, numel: int, elasticity: float) -> None:
         self._workers, self._elasticity = workers, elasticity
@@ -176,7 +176,7 @@ class Centre:
                 _send_row(worker, Operation.CENTRE, before_n)
 
     def _receive_next_row(self, worker: Channel) -> Tensor:
-        """Answer the worker's requests up to its next MEET, and return the row it sends.
+        """Answer the worker's requests until its next MEET, and return the received row.
 
         Raises:
             LostError: the worker has disconnected.

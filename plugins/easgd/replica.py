@@ -95,7 +95,7 @@ class ElasticReplica(Replica):
             parameter.detach().copy_(values)
 
     def _set_centre(self, row_n: Tensor) -> None:
-        """Set the center to worker 0's row before any worker meets it."""
+        """Set the center to worker 0's row, before the first exchange."""
         if self._world.rank == 0:
             self._link.set_centre(row_n)
         if self._world.group is not None:

@@ -92,7 +92,7 @@ class RunValues:
 
 
 def check_arguments(arguments: Any, run: RunValues, *, run_decides: bool) -> None:
-    """Raise ConfigError for unsupported TrainingArguments, or if they differ from the run."""
+    """Raise ConfigError for unsupported TrainingArguments, and for values that differ from the run's."""
     if refused := list(_find_unsupported(arguments)):
         raise ConfigError("\n".join(refused))
     if not run_decides and (words := _differences(arguments, run)):

@@ -13,7 +13,7 @@ import torch
 
 
 class _Closed(BaseException):
-    """Raised in the function of a coroutine that is closed, to end it."""
+    """Raised in the function of a closed coroutine, to end the function."""
 
 
 @final

@@ -24,7 +24,7 @@ class _Gradient:
 
 @final
 class Gradients:
-    """The gradients of one training step, each represented by the losses it derives from.
+    """The gradients of one training step, each represented by the losses whose gradient it is.
 
     Args:
         parameters: Ids of each optimizer's parameters, by optimizer name.

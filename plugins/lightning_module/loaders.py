@@ -16,7 +16,7 @@ from worldsize.data.batches import is_iterable
 
 @final
 class CollatedSamples(Dataset[Any]):
-    """A data set that builds batches with its DataLoader's ``collate_fn``."""
+    """A map-style data set that builds batches with the ``collate_fn`` of its DataLoader."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset, self._collate = dataset, collate

@@ -93,7 +93,7 @@ class ManualStep:
         self._toggled = None
 
     def backward(self, loss: Any, *args: Any, **options: Any) -> None:
-        """Record a loss of ``manual_backward``; its gradient is computed at an optimizer step.
+        """Record a loss passed to ``manual_backward``; the gradient is computed at an optimizer step.
 
         Raises:
             ConfigError: the loss is not a scalar, or unsupported arguments are passed.
@@ -133,7 +133,7 @@ class ManualStep:
         self._gradients.clear_gradient(name)
 
     def finish_step(self, end_epoch: Callable[[], Any] | None) -> None:
-        """End the step, and the epoch if this is its last step.
+        """End the step, and the epoch if this is the epoch's last step.
 
         Raises:
             ConfigError: no optimizer was stepped, or micro-batches advance schedules differently.
@@ -236,7 +236,7 @@ class StepScheduler:
 
 
 def attach_step(part: Any, log: StepLog) -> None:
-    """Add manual-optimization functions to a module; outside steps, it logs to ``log``."""
+    """Add manual-optimization functions to a module; outside of steps, ``self.log`` writes to ``log``."""
     own = {
         "log": lambda *args, **options: _get_log_function(log)(*args, **options),
         "optimizers": _optimizers,

@@ -22,7 +22,7 @@ from worldsize.core import Batch, ConfigError, Metrics, MultiUpdateRecipe, State
 
 @final
 class ManualLightningRecipe(MultiUpdateRecipe):
-    """Trains a module with ``automatic_optimization = False``, which steps its optimizers.
+    """Trains a module with ``automatic_optimization = False``, i.e. one that steps its optimizers itself.
 
     ``training_step`` runs in a thread that pauses at each optimizer step until the gradient is reduced over all ranks.
     """

@@ -12,7 +12,7 @@ from worldsize.core import ConfigError, StateMetric, StateReduction
 from worldsize.metrics import TorchMetric
 
 _LONGEST = 200  # maximum length of a logged name in bytes
-_NAME = "logged name"  # state key for it
+_NAME = "logged name"  # state key of the logged name
 
 
 def is_metric(part: object) -> bool:

@@ -124,7 +124,7 @@ class ModuleSchedule(LRScheduler):
         self.optimizer = optimizer
         self.scheduler = scheduled.scheduler
         self._steps = 0
-        # otherwise the scheduler warns that its own optimizer does not step, when a different one steps instead
+        # otherwise the scheduler would warn that its optimizer does not step; a different optimizer steps instead
         self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _step_scheduler(self) -> None:
@@ -179,7 +179,7 @@ class ManualSchedule(ModuleSchedule):
 
     def __init__(self, scheduled: Scheduled, optimizer: Optimizer) -> None:
         super().__init__(scheduled, optimizer)
-        self._current = self._before = 0  # last step in which it advanced, and its count before that step
+        self._current = self._before = 0  # last step in which the schedule advanced, and its count before that step
         self._ended: int | None = None  # step that at least one micro-batch has finished
 
     def step(self, epoch: int | None = None) -> None:

@@ -17,7 +17,7 @@ from plugins.lightning_module.step_module import StepModule, evaluation_metrics,
 from worldsize.core import Batch, ConfigError, LossOutput, Recipe, StateMetric
 from worldsize.errors import require
 
-require("recipe=lightning_module", "lightning>=2.6,!=2.6.2,!=2.6.3")  # those two steal secrets
+require("recipe=lightning_module", "lightning>=2.6,!=2.6.2,!=2.6.3")  # two releases contain malware
 
 
 def lightning_recipe(program: LightningProgram, *, run_decides: bool = False, **keys: Any) -> Recipe:
@@ -44,7 +44,7 @@ class LightningRecipe(Recipe):
         self._scheduled: Scheduled | None = None  # from the latest call of configure_optimizers
 
     def model(self) -> nn.Module:
-        """Return the module, wrapped for use by strategies: its forward pass is a step."""
+        """Return the module, wrapped for use by strategies; the wrapper's forward pass is a step."""
         return self._program.new_module()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
@@ -63,7 +63,7 @@ class LightningRecipe(Recipe):
         return optimizer
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Return the module's schedule, advanced at its interval of steps or epochs."""
+        """Return the module's schedule, advanced every step or epoch as configured."""
         own = self._scheduled
         return None if own is None else PositionSchedule(own, optimizer, self._program.positions)
 

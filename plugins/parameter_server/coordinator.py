@@ -85,7 +85,7 @@ class Coordinator(Replica):
         return [record.loss[0] * factor for record in records]
 
     def _commit_update(self, step: int) -> tuple[Tensor | None, bool]:
-        """Commit ``step``, clipped by the norm over all shards; return the norm and whether it was skipped."""
+        """Commit ``step``, clipped by the norm over all shards; return the norm and whether the update was skipped."""
         norm: Tensor | None = None
         factor: float | None = 1.0
         if self._numerics.needs_norm:
@@ -96,7 +96,7 @@ class Coordinator(Replica):
         return norm, factor is None
 
     def _compute_clipping(self) -> tuple[Tensor, float | None]:
-        """Return the norm of the mean gradient and its clipping factor, or None to skip the step."""
+        """Return the norm of the mean gradient, and the clipping factor (None: skip the step)."""
         norm = self._compute_norm()
         if self._numerics.should_skip_update(norm):
             return norm, None

@@ -199,7 +199,7 @@ class UnitLog:
         self._taken: dict[tuple[int, int], set[int]] = {}  # only for steps after `closed`
 
     def record_gradient(self, unit: tuple[int, int], index: int) -> bool:
-        """Record gradient ``index`` of a unit as received; return False if it already was."""
+        """Record gradient ``index`` of a unit as received; return False if it was received before."""
         if unit[0] <= self.closed or index in self._taken.get(unit, ()):
             return False
         self._taken.setdefault(unit, set()).add(index)

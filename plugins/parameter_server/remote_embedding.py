@@ -183,7 +183,7 @@ class TableLinks:
         return rows_nd
 
     def _pull_uncached(self, table: Table, ids_n: Tensor) -> tuple[Tensor, int]:
-        """Pull float32 (n, dim) from the servers; also return the lowest of their clocks."""
+        """Pull rows, float32 (n, dim), from the servers; also return the lowest clock of these servers."""
         number = self._numbers[table.name]
         if len(self.links) == 1:
             (link,) = self.links
@@ -227,7 +227,7 @@ def build_linked_model(recipe: Recipe, rule: RowRule, *, cache_rows: int = 0) ->
 
 @final
 class RowCache:
-    """Direct-mapped cache with ``capacity`` slots: a row evicts the one in its slot.
+    """Direct-mapped cache with ``capacity`` slots; a new row evicts the row in its slot.
 
     A row's clock is the last step whose updates it includes completely. A read is served from the cache if the row's
     clock is at least the required step (Ho et al. 2013, section 3).

@@ -29,7 +29,7 @@ _FENCED = 70  # exit code of a server that lost its mastership
 
 @dataclass
 class _Standby:
-    """Connection to a standby, and the numbers of operations sent to it and done by it."""
+    """Connection to a standby, with the numbers of sent and of completed operations."""
 
     channel: Channel
     sent: int = 0

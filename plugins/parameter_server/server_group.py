@@ -232,7 +232,7 @@ def create_train_state(recipe: Recipe) -> TrainState:
 
 
 def create_tables(part: OptimizerPart, rule: RowRule, shard: int) -> list[Rows]:
-    """Create a server's rows of each table, updated with the options of its parameter group."""
+    """Create a server's rows of each table, updated with the options of the table's parameter group."""
     return [
         Rows(each.table, rule, shard, _create_row_update(part.optimizer, each))
         for each in find_remote_tables(part.model)

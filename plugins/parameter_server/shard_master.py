@@ -183,7 +183,7 @@ def _await_gradients(log: ReplicationLog, shard: Shard, *, seconds: float) -> No
 @final
 @dataclass
 class ServerLoad:
-    """Counts pushes and pulls and their bytes.
+    """Counts pushes, pulls, and the bytes of both.
 
     Attributes:
         waiting: Number of pushes now waiting for the shard.

@@ -94,7 +94,7 @@ class ShardParameters:
             self._advance_options(partial(self._schedule.advance_by, value, step=step))
 
     def _advance_options(self, advance: Callable[[], None]) -> None:
-        """Call ``advance``, and copy the options that it changes to all buckets."""
+        """Call ``advance``, and copy the changed options to all buckets."""
         before = collect_options(self._leading)
         advance()
         changed = [

@@ -99,7 +99,7 @@ class StalenessScheduler:
         return member.hand
 
     def renew_lease(self, name: str, now: float) -> bool:
-        """Renew a worker's lease at time ``now``, in seconds. Returns False if it is not a member."""
+        """Renew a worker's lease at time ``now``, in seconds. Returns False if the worker is not a member."""
         if name in self.members:
             self.members[name].deadline = now + self.lease
         return name in self.members
@@ -114,7 +114,7 @@ class StalenessScheduler:
         return [name for name, member in late if member.hand or name in busy or member.clock < owed]
 
     def finish_unit(self, name: str, unit: Unit) -> bool:
-        """Record ``unit`` as completed by ``name``. Returns False if it is not assigned to it."""
+        """Record ``unit`` as completed by worker ``name``. Returns False if the unit is not assigned to that worker."""
         member = self.members.get(name)
         if member is None or member.hand != unit:
             return False
@@ -127,7 +127,7 @@ class StalenessScheduler:
         return True
 
     def assign_unit(self, name: str, now: float) -> Unit | None:
-        """Assign a unit to ``name`` at time ``now``, in seconds, or return None if it has to wait."""
+        """Assign a unit to worker ``name`` at time ``now``, in seconds; return None if the worker has to wait."""
         member = self.members[name]
         hands = {each.hand for each in self.members.values()}
         orphan = next((unit for unit in self.orphans if unit not in hands), None)

@@ -183,7 +183,7 @@ class TaskService:
         self._scheduler, self._next_task = scheduler, next_task or scheduler.next_task
 
     def serve_control(self, channel: Channel, facts: Mapping[str, Any]) -> None:
-        """Serve a worker: TICK has its last result, TASK its next task. Raises RefusedError."""
+        """Serve a worker: receive its last result in TICK, send the next task in TASK. Raises RefusedError."""
         name = str(facts["name"])
         epoch = self._scheduler.admit_worker(name)
         try:

@@ -236,12 +236,12 @@ class UpdateRounds:
             if "update" in facts:
                 if self._join_update(name, facts):
                     return {"do": "continue"}
-                facts = {}  # its unit is dropped, and so is a request to leave, until the end of its next unit
+                facts = {}  # drop the unit and, until the end of the next unit, a request to leave
             task = self.scheduler.next_task(name, epoch, facts)
             return {**task, "attempt": self._attempt, "counts": self._counts} if task["do"] == "train" else task
 
     def _join_update(self, name: str, facts: Mapping[str, Any]) -> bool:
-        """Record a worker's contribution, and wait for the others. Returns False if abandoned."""
+        """Record a worker's contribution, and wait for other workers. Returns False if the step is abandoned."""
         step, ranks = facts["unit_of"]
         member = self.scheduler.staleness.members.get(name)
         if facts["attempt"] != self._attempt or member is None or member.hand != Unit(step, tuple(ranks)):
@@ -272,7 +272,7 @@ class UpdateRounds:
             self.scheduler.open_steps(step)
 
     def wait_for_update(self, step: int) -> Reported | None:
-        """Wait until all workers contributed to the next update of ``step``, or finished it.
+        """Wait until all workers have contributed to the next update of ``step``, or finished the step.
 
         Returns:
             The update, or None if a worker was lost and the step must be repeated.

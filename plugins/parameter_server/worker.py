@@ -188,7 +188,7 @@ Push = Callable[[BucketKey, Mapping[str, Tensor | None]], None]  # a bucket, and
 
 @final
 class OverlappedPush:
-    """Pushes each bucket from a separate thread, as soon as all its gradients are ready."""
+    """Pushes buckets from a separate thread, each as soon as all its gradients are ready."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], shards: Sequence[ShardLayout]) -> None:
         self._parameters = parameters
@@ -205,7 +205,7 @@ class OverlappedPush:
 
     @contextmanager
     def during_backward(self, push: Push) -> Iterator[None]:
-        """Push each bucket during a backward pass in this context; push incomplete ones at its end.
+        """Push each bucket during the backward pass in this block; at the end, push incomplete buckets.
 
         Within the context, nothing else may use the connections of ``push``. Exceptions in ``push`` are raised at its
         end. Nothing is pushed after the context, even if it fails.

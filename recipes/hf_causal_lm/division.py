@@ -130,7 +130,7 @@ def _check_layered(model: Any, where: str, remedy: str) -> None:
 
 @final
 class _Decoder(AdaptedLayer):
-    """A decoder layer that computes the rotary embeddings of its positions."""
+    """A decoder layer that computes the rotary embeddings for the positions of its inputs."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
         super().__init__(layer)

@@ -106,7 +106,7 @@ def source_split(source: Source, split: str, *, share: float, tokens: int | None
 
 
 def _evenly_chosen(side: Source, count: int) -> list[int]:
-    """Return the indices of about ``count`` evenly spaced samples; a mixture keeps its shares."""
+    """Return the indices of about ``count`` evenly spaced samples; preserves the proportions of a mixture."""
     if not isinstance(side, Mixture):
         taken = min(count, len(side))
         return [number * len(side) // taken for number in range(taken)]

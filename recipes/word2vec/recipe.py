@@ -44,7 +44,7 @@ class SkipGram(nn.Module):
         values["outer"].fill_embedding(self.outer)
 
     def forward(self, center_b: Tensor, others_bk: Tensor) -> Tensor:
-        """Return scores (b, k) of each center with each of its k candidate words."""
+        """Return scores (b, k) of each center word with its k candidate words."""
         scores: Tensor = torch.einsum("bd,bkd->bk", self.inner(center_b), self.outer(others_bk))
         return scores
 

@@ -75,7 +75,7 @@ class Stateful(Recipe):
 
 
 class Remembering(Stateful):
-    """Weight each loss by a moving average of its logical rank's earlier points, kept in the recipe."""
+    """Weight losses by a moving average of each logical rank's earlier points, stored in the recipe."""
 
     remembers = True
 

@@ -172,7 +172,7 @@ def _find_unfit_parts(checkpoint: Checkpoint, template: StateDict) -> list[str]:
 
 
 def _resize_empty(tensor: Tensor, saved: Mapping[str, Any] | None) -> Tensor:
-    """Return ``tensor``, or an empty one of the saved shape if it has 0 rows (a growing table)."""
+    """Return ``tensor``; if it has 0 rows (a growing table), return an uninitialized tensor of the saved shape."""
     grows = (
         saved is not None and tensor.ndim > 0 and tensor.shape[0] == 0 and list(tensor.shape[1:]) == saved["shape"][1:]
     )

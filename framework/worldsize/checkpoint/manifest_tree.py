@@ -208,7 +208,7 @@ def _abbreviate_value(value: Any) -> str:
 
 
 def _check_facts(facts: Any) -> None:
-    """Check the facts used by loading and retention; any others are up to the caller."""
+    """Check the facts used by loading and retention; other facts are not checked."""
     if not isinstance(facts, dict):
         raise ValueError("facts are not a mapping")
     check_count(facts.get("skipped", 0), "skipped")

@@ -106,7 +106,7 @@ def _run_command(result_fd: int | None = None) -> None:
         print_version()
     elif name in COMMANDS:
         del sys.argv[1]
-        if name != "train":  # train removes them itself, since train.py calls it directly
+        if name != "train":  # train() removes leftovers itself, since train.py calls it directly
             remove_leftovers()
         command = importlib.import_module(f"worldsize.cli.{name}").main
         try:

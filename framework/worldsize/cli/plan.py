@@ -398,7 +398,7 @@ def _retuning_text(training: TrainingConfig, runs: Path) -> str | None:
 
 
 def rank_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) -> Table:
-    """Build a table of ranks with the node, and for each axis the coordinate and the ranks in the group."""
+    """Build a table with one row per rank: its node and, for each axis, its coordinate and group."""
     table = Table("rank", "node", "local rank", *(f"{axis}: ranks" for axis in groups))
     places = {axis: _format_places(members) for axis, members in groups.items()}
     for rank in range(cluster.processes):
@@ -408,7 +408,7 @@ def rank_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) 
 
 
 def node_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) -> Table:
-    """Build a table of nodes with their ranks, and for each axis the groups of these ranks."""
+    """Build a table with one row per node: its ranks and, for each axis, their groups."""
     table = Table("ranks", "node", "local ranks", *(f"{axis}: groups" for axis in groups))
     omitted = range(_MOST_ROWS // 2, cluster.nodes - _MOST_ROWS // 2) if cluster.nodes > _MOST_ROWS else range(0)
     for node in range(cluster.nodes):

@@ -56,7 +56,7 @@ _LISTS = ("world_sizes", "strategies", "accumulations")
 
 @dataclass(frozen=True)
 class Planned:
-    """A point before its measurement: the ``words`` of its command line, and ``predicted`` seconds per step."""
+    """A point to measure: the ``words`` of the command line, and ``predicted`` seconds per step."""
 
     strategy: str
     world_size: int
@@ -143,7 +143,7 @@ def scale(options: argparse.Namespace) -> int:
 
 
 def plan_points(overrides: Sequence[str], mode: str, predictor: Predictor) -> list[Planned]:
-    """Check and predict every point of a scaling study, before any of them is measured."""
+    """Check and predict all points of a scaling study before the first measurement."""
     lists = {name: _parse_list(overrides, name) for name in _LISTS}
     if not lists["world_sizes"]:
         raise ConfigError("world_sizes is missing. Set e.g. world_sizes=1,2,4.")

@@ -1,4 +1,4 @@
-"""Command-line arguments: numbers with the limits of settings, and the keys of overrides."""
+"""Parsers for command-line arguments: numbers within the limits of a setting, and keys of overrides."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def build_config_schema() -> JsonSchema:
 
 
 def _describe_section(kind: type, more: JsonSchema | None = None) -> JsonSchema:
-    """Describe the keys of a section and ``more`` keys; only ``cluster`` also accepts others, its launcher's."""
+    """Describe the keys of a section, plus ``more`` keys; only ``cluster`` accepts others, for its launcher."""
     hints, meanings = read_annotations(kind), _read_meanings(kind)
     keys = {each.name: _describe_key(each, hints[each.name], meanings.get(each.name)) for each in fields(kind)}
     return {"properties": {**(more or {}), **keys}, "additionalProperties": kind is ClusterSchema}

@@ -65,7 +65,7 @@ def apply_lr_scaling(shape: RunShape, lr: float | None, *, batch_size: int) -> f
 
 
 def update_text(shape: RunShape, lr: float | None, *, batch_size: int) -> str:
-    """Describe the samples and the learning rate of an update; ``lr`` is already scaled."""
+    """Describe the samples per update and the learning rate, for display; ``lr`` must already be scaled."""
     parts = _count_update_parts(shape)
     batch = f"global batch {update_samples(shape, batch_size):g}"
     workers = shape.strategy.data_parallel(shape.cluster)

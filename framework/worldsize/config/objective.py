@@ -68,7 +68,7 @@ class ObjectiveCheck(Callback):
     """Passes ``sweep.direction`` to the sweeper before its creation, and refuses a search without a metric."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Raise SweepEnded if a sweeper with a direction lacks a metric, or its runs do not train."""
+        """Raise SweepEnded if a search lacks a metric, or if the runs of a search do not train."""
         if "direction" not in config.hydra.sweeper:
             return
         try:

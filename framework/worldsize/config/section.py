@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
 
 
 def build_section_keys(kind: type, chosen: Iterable[Field[Any]]) -> list[tuple[str, Any, Any]]:
-    """Return the name, annotation and default of the keys for the fields ``chosen`` from ``kind``."""
+    """Return (name, annotation, default) of the key for each of the fields ``chosen`` of ``kind``."""
     hints, keys = read_annotations(kind), []
     for each in chosen:
         hint = hints.get(each.name, Any)  # Any if the type is imported only for type checkers

@@ -117,7 +117,7 @@ class Settings(RunShape):
         return Plan(folder, self.cluster, self.roles, variables, logical_ranks=ranks, autoscaler=policy, health=health)
 
     def update_text(self) -> str:
-        """Describe the samples and the learning rate of an update."""
+        """Describe the samples per update and the learning rate, for display."""
         return update_text(self, self.training.lr, batch_size=self.training.batch_size)
 
     def resize_gang(self, processes: int) -> Settings:

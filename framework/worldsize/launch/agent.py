@@ -113,7 +113,7 @@ def _run_follower(settings: Settings, launcher: NodeLauncher, plan: Plan, run: R
         try:
             return follower.follow_leader()
         except FirstHostLostError as error:
-            connection.close()  # so that a first host that was only suspended notices the loss
+            connection.close()  # a first host that was only suspended then notices the loss
             may_wait = settings.heals and launcher.requeues and not follower.is_asked  # not if about to be killed
             if not (may_wait and is_left_behind(connection, run, silence)):
                 if may_wait and is_over(run):  # the first host returned and ended the run in the meantime
@@ -134,7 +134,7 @@ def _run_leader(settings: Settings, launcher: NodeLauncher, plan: Plan, run: Run
         code, door, attempts = 1, None, len(record.attempts)
         try:
             if place.count > 1:
-                facts = collect_host_facts(settings.recipe, place)  # takes seconds, so done before others wait
+                facts = collect_host_facts(settings.recipe, place)  # slow, so done before others wait
                 timeout, silence, port = (
                     settings.cluster.timeout,
                     launcher.node_timeout,

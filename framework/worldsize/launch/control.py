@@ -16,7 +16,7 @@ from worldsize.files import read_regular
 from worldsize.net.agent_connection import receive_line
 from worldsize.strict_json import parse_strict_json
 
-MOST = 64  # maximum processes per request, so that they start before it times out
+MOST = 64  # maximum processes per request, so that all of them start before the request times out
 _PATIENCE = 5.0  # timeout of a request in seconds, from connecting to its last byte
 _LONGEST_REQUEST = 1 << 12  # maximum bytes
 _LONGEST_ANSWER = 1 << 17  # maximum bytes; fits into a socket's buffer, so that sending never blocks

@@ -111,7 +111,7 @@ def _find_reason(outcome: Outcome, run: RunDirectory) -> str:
     """Return the reason why a run did not complete."""
     try:
         recorded = refresh_run(run)
-    except WorldsizeError:  # its folder was deleted
+    except WorldsizeError:  # the run folder was deleted
         return outcome.exit_reason
     return recorded.failure or recorded.exit_reason or outcome.exit_reason
 
@@ -124,7 +124,7 @@ def prepare_settings(cfg: DictConfig, asked: list[tuple[LaunchMethod, Cluster]])
     Raises:
         ConfigError: the run cannot be started.
     """
-    # init_from may name a run; use the checkpoint that is its newest now
+    # init_from may name a run; record its newest checkpoint, which may change later
     settings = build_checked_settings(
         cfg, Train(None if cfg.init_from is None else resolve_source(Path(cfg.init_from)))
     )

@@ -101,7 +101,7 @@ class Member:
             return self._full_disk()
 
     def _full_disk(self) -> ProcessError | None:
-        """Return a "disk full" error if the process failed and its error file may not fit."""
+        """Return a "disk full" error if the process failed, and the disk lacks space for an error file."""
         with suppress(OSError):
             if self.process.exitcode == 1 and shutil.disk_usage(self.error.parent).free < _FULL_BYTES:
                 text = f"the disk with {self.error.parent.parent} is full. Free disk space, then resume the run."
@@ -247,7 +247,7 @@ class Members:
 
 
 def _count_grouped(nodes: Sequence[int], together: int) -> int:
-    """Return how many processes on these nodes form complete groups of ``together`` per node."""
+    """Return the number of processes in complete groups of ``together`` on one node; ``nodes``: node per process."""
     return sum(count // together * together for count in Counter(nodes).values())
 
 

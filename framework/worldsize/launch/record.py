@@ -242,7 +242,7 @@ def _record_lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
 
 
 def _describe_image(launcher: LaunchMethod) -> dict[str, Any] | None:
-    """Describe the container image of the run's processes; local ones use this process's image."""
+    """Describe the container image of the run's processes; local processes use this process's image."""
     name = launcher.image
     if name is None and isinstance(launcher, Launcher):
         name = read_image_name(os.environ)

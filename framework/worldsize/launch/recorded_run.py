@@ -1,4 +1,4 @@
-"""Reuses a recorded run: checks its trustworthiness, enters its project, returns its options.
+"""Reuses a recorded run: decides whether to trust it, enters its project folder, and returns its options.
 
 A record is the user's own if it was signed with the user's key (:func:`worldsize.record.manifest.is_own`). A foreign
 record may name any code, so this code is not imported, installed or run before the user has seen it and agreed.
@@ -77,7 +77,7 @@ def check_typed(overrides: Sequence[str]) -> None:
 
 
 def build_run_options(record: RunRecord | RunView) -> list[str]:
-    """Return the options for the run's flags, its folder, and its initial weights."""
+    """Return the options that repeat the run's command-line flags, folder and initial weights."""
     run, begun = record.directory, record.manifest["config"].get("init_from")
     own = [format_override("init_from", begun)] if begun else []  # the checkpoint, even if init_from named a run
     flags = read_recorded_flags(record.manifest, own=record.is_own)

@@ -250,7 +250,7 @@ class RemoteHosts:
         return [self._door.arrivals.arrival] if self._door else []
 
     def admit_host(self, present: Set[int]) -> Sequence[int]:
-        """Include a returned host once its former processes are gone; otherwise, retry later.
+        """Include a returned host if all its former processes are gone; otherwise, queue it to retry later.
 
         ``present`` has the global ranks of the gang's processes. Returns the ranks to start on the returned host.
         """

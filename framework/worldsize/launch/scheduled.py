@@ -41,7 +41,7 @@ class Scheduler:
 
     @property
     def launcher(self) -> BatchLauncher | None:
-        """Launcher that submitted the run's jobs; None if it was resumed without a scheduler.
+        """Launcher that submitted the run's jobs; None if the run was resumed without a scheduler.
 
         Raises:
             WorldsizeError: the record's launcher cannot be built, or needs other users' code.

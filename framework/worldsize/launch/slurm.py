@@ -77,12 +77,12 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     orders_hosts: ClassVar[bool] = True
 
     job_name: str = cluster_option("worldsize")
-    time: Annotated[str | None, _TIME] = cluster_option(None)  # time limit; the run saves and is requeued before it
+    time: Annotated[str | None, _TIME] = cluster_option(None)  # time limit, before which the run saves and is requeued
     partition: str | None = cluster_option(None)
     account: str | None = cluster_option(None)
     qos: str | None = cluster_option(None)
     gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)
-    gpu_type: str | None = cluster_option(None)  # type of GPU as Slurm names it, e.g. a100; None: any
+    gpu_type: str | None = cluster_option(None)  # Slurm's name for the GPU type, e.g. a100; None: any
     # per node; None: as many as its processes need
     cpus_per_task: Annotated[int | None, Range(least=1)] = cluster_option(None)
     memory: str | None = cluster_option(None)  # per node, e.g. 64G

@@ -196,7 +196,7 @@ class HostSuccession:
 @final
 @dataclass
 class SshJob(Job):
-    """A job with an agent per host; agents record the outcome and exit with its code.
+    """A job with an agent per host; agents record the outcome and exit with the run's exit code.
 
     Args:
         start: Starts a node's agent.

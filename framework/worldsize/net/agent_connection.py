@@ -46,7 +46,7 @@ class _Candidate:
         self._received = bytearray()
 
     def advance_handshake(self) -> Admitted | None:
-        """Process received bytes; return the agent once authenticated. Raises OSError if it is refused or lost."""
+        """Process received bytes; return the agent once authenticated. Raises OSError for a refused or lost peer."""
         with suppress(BlockingIOError):
             data = self.connection.recv(self._turn.receive - len(self._received))
             if not data:
@@ -66,7 +66,7 @@ class _Candidate:
 
 @final
 class Admission:
-    """Admits agents concurrently, so that a silent or foreign one does not delay others.
+    """Admits agents concurrently, so that a silent or unauthenticated peer does not delay others.
 
     Pending connections are closed when the context exits.
 
@@ -252,7 +252,7 @@ def receive_exactly(connection: socket.socket, count: int, *, deadline: float) -
 
 
 def receive_line(connection: socket.socket, *, at_most: int, deadline: float) -> bytes:
-    """Receive a line before ``deadline`` (monotonic seconds); bytes after it may be received and dropped.
+    """Receive a line before ``deadline`` (monotonic seconds); bytes after the line may be received and dropped.
 
     Raises:
         OSError: the line did not arrive in time or is longer than ``at_most`` bytes, or the peer disconnected.

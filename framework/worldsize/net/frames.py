@@ -66,7 +66,7 @@ class CommonOperation(IntEnum):
 
 
 class Header(NamedTuple):  # three times as fast to construct as a frozen dataclass
-    """Header of a frame, sent before its payload.
+    """Header of a frame, sent before the payload.
 
     Attributes:
         operation: The frame's request or answer.

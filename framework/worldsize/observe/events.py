@@ -75,7 +75,7 @@ def event_rows(path: Path) -> JsonRows:
 
 @final
 class EventLog:
-    """Listener that appends notable events to ``path`` and logs them; it ignores others, such as steps."""
+    """Listener that logs notable events and appends them to ``path``; ignores other events, such as steps."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -116,7 +116,7 @@ class Alert:
 
 
 def alert_for(event: Event) -> Alert | None:
-    """Return the alert that loggers send for an event, or None if it does not need one.
+    """Return the alert that loggers send for an event, or None if the event does not need an alert.
 
     >>> print(alert_for(TransportFellBack("NCCL uses plain sockets.", {"socket": 2}, "eth0")).text)
     NCCL uses plain sockets.
@@ -162,7 +162,7 @@ def describe_event(event: Mapping[str, Any]) -> str:
         return _mismatch_text(event)
     if event.get("event") == "membership":
         return f"after step {event.get('step')}: {_membership_text(event)}"
-    if event.get("event") == "transport":  # without a step: it is detected when the ranks connect
+    if event.get("event") == "transport":  # no step, since the transport is detected when the ranks connect
         return str(event.get("reason") or "transport slower than declared by the cluster")
     if event.get("event") == FAILURE:
         return f"attempt {event.get('attempt')}: {failure_text(event)}"

@@ -131,7 +131,7 @@ def _list_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def _is_from_attempt(log: Path, number: int | None, since: float) -> bool:
-    """Return whether ``log`` belongs to attempt ``number``, by its name or else its time."""
+    """Return whether ``log`` belongs to attempt ``number``, by its name or else its modification time."""
     named = _ATTEMPT.search(log.name)
     return int(named[1]) == number if named and number is not None else _is_since(log, since)
 

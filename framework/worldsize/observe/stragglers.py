@@ -25,9 +25,9 @@ Figures = NDArray[np.float64]
 Cause = Literal["data", "compute", "network"]
 
 _STEPS, _SECONDS = 40, 0.5  # minimum steps and seconds per judgment
-_BLOCKS = 8  # number of blocks that these steps are split into
+_BLOCKS = 8  # number of blocks to split these steps into
 _LEAST = 0.05  # minimum relative slowdown of a straggler in each block
-_MARGIN = 0.10  # minimum relative slowdown of its median block
+_MARGIN = 0.10  # minimum relative slowdown of a straggler's median block
 _DEVIATIONS = 2.5  # or this many typical deviations between blocks, if larger
 _HISTORY = 5  # the typical deviation is computed over this many times as many steps
 _KEPT, _TIMES = 5000, 400_000  # maximum number of steps stored, and of times over all ranks
@@ -151,7 +151,7 @@ def _divide_by_others(blocks_wbp: Figures) -> Figures:
 
 
 def median_of_others(values: Figures) -> Figures:
-    """Replace each value along the last axis with the median of the others."""
+    """Replace each value along the last axis with the median of the other values."""
     order = np.argsort(values, -1)
     ordered, place = np.take_along_axis(values, order, -1), np.argsort(order, -1)
     others = values.shape[-1] - 1
@@ -236,7 +236,7 @@ class SlowLinkSearch:
         return is_full
 
     def find_slow_hosts(self, links: Mapping[tuple[int, int], Link]) -> list[Straggler]:
-        """Return hosts that are slow in this measurement, ``links``, and the last; each by its first rank."""
+        """Return the hosts that are slow in ``links`` and in the previous measurement, each by its first rank."""
         best = {
             node: max(link.bandwidth for ends, link in links.items() if node in ends)
             for node in sorted({node for ends in links for node in ends})

@@ -22,7 +22,7 @@ from worldsize.world.processes import SIGNALS
 Alerts = Callable[[], Iterable[Event]]
 _logger = logging.getLogger(__name__)
 
-_NICENESS = 10  # ranks have priority, but a listener must still start in time if they use all cores
+_NICENESS = 10  # lower priority than ranks, but a listener must still start in time if ranks use all cores
 _TURN = 60.0  # maximum seconds to wait for the listener of the previous attempt
 _INTERVAL = 1.0  # seconds between batches of step events; other events, such as a checkpoint, are sent at once
 _QUEUED = 64 << 20  # maximum bytes queued for a listener; above this, further steps are dropped

@@ -42,7 +42,7 @@ def listen_to_nccl(folder: Path, *, attempt: int | None) -> dict[str, str]:
 
 
 class NcclConnections(TypedDict):
-    """NCCL's transports, sorted ("nvlink" for P2P, "shm", "ib", "socket"), and its interface."""
+    """NCCL's sorted transports ("nvlink" for P2P, "shm", "ib", "socket") and network interface."""
 
     transports: list[str]
     interface: str | None

@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 @final
 class WandbListener:
-    """Logs to one wandb run per run, kept across restarts by its id.
+    """Logs a run to one wandb run with the same id, also across restarts.
 
     Args:
         project: Project of the run.

@@ -84,7 +84,7 @@ class Watched:
         self.events = [*self.events, *events][-_EVENTS:]
 
     def _parse_rows(self, lines: Iterable[bytes], is_valid: Callable[[Row], TypeGuard[_T]]) -> list[_T]:
-        """Parse lines, and count damaged ones."""
+        """Parse and return the valid lines, and count damaged ones."""
         rows = [parse_row(line) for line in lines]
         valid = [row for row in rows if row is not None and is_valid(row)]
         self.damaged += len(rows) - len(valid)
@@ -173,7 +173,7 @@ def _progress(step: StepRow, steps: int) -> Table:
 
 
 def _build_rank_table(times: Mapping[int, TimingRow], step: StepRow) -> Table:
-    """List ranks with their times.
+    """Build the table of ranks with their times.
 
     The slowest rank is the one with the longest own time, if known, since step times include waits for other ranks.
     """
@@ -194,7 +194,7 @@ def _build_rank_table(times: Mapping[int, TimingRow], step: StepRow) -> Table:
 
 
 def _build_node_table(rows: Mapping[int, HealthRow]) -> Table:
-    """List the nodes with the most problems, with their health."""
+    """Build the table of the nodes with the most problems, and their health."""
     shown = sorted(sorted(rows, key=lambda node: -score_problems(rows[node]))[:_NODES])
     columns, cells = format_node_table({node: rows[node] for node in shown})
     table = Table(*columns, box=None, pad_edge=False)

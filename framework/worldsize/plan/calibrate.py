@@ -105,7 +105,7 @@ class _Calibration:
     def _time_step_parts(
         self, replica: ModelReplica, model: nn.Module, draw: Callable[[], list[MicroBatch]]
     ) -> tuple[float, float, float]:
-        """Return the seconds of a whole step, of its data and forward passes, and of its update.
+        """Return the seconds of a whole step, of data loading and forward passes, and of the update.
 
         The remainder is the backward pass.
         """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _RUNS = 2000  # number of simulated runs
-_HOPELESS = 1000  # runs expected to take this many times their training time are not simulated
+_HOPELESS = 1000  # do not simulate runs expected to take more than this multiple of their training time
 QUANTILES = (0.1, 0.5, 0.9)  # 80% of all runs are between the first and the last
 
 # Default hours between failures of a node with eight GPUs, without a declared or observed rate. "The Llama 3 Herd of
@@ -151,7 +151,7 @@ def _estimate_seconds(work: float, interval: float, save_seconds: float, mtbf: f
 def _sample_failures(
     generator: numpy.random.Generator, pieces: NDArray[numpy.int64], seconds: float, mtbf: float
 ) -> tuple[NDArray[numpy.int64], NDArray[numpy.float64]]:
-    """Return, per run, the failures and the seconds lost before all its ``pieces`` succeeded.
+    """Sample, per run, the number of failures and the seconds lost before all ``pieces`` succeed.
 
     A piece succeeds if it completes without a failure, with probability exp(-seconds / mtbf). A failure loses an
     exponentially distributed time, conditional on being shorter than the piece.

@@ -108,7 +108,7 @@ class Predictor:
                 _count_threads(cluster),
             )
             times = slowdown(settings, self._select_device(cluster), at_once=at_once, threads=threads)
-        except (ConfigError, RuntimeError):  # it depends on its peers, or memory is too small for two replicas
+        except (ConfigError, RuntimeError):  # the rank depends on its peers, or memory is too small for two replicas
             return None
         return times * scale_workload(self._micro_batch(settings), settings.micro_batches).compute_seconds
 
@@ -163,7 +163,7 @@ class Predictor:
 
 
 def _rehearse_memory(settings: Settings) -> tuple[float, str | None]:
-    """Rehearse two steps and an evaluation of rank 0; return its peak tensor bytes.
+    """Rehearse two steps and an evaluation on rank 0; return the peak tensor bytes.
 
     The second value is None, or the reason if the rehearsal is impossible or failed; the bytes are then 0.
     """

@@ -131,7 +131,7 @@ def last_failure(attempts: Sequence[Attempt]) -> str | None:
 
 
 def failure_text(failure: Mapping[str, object]) -> str:
-    """Format a FailureRecord in one line: the process, its host, the step and the cause."""
+    """Format a FailureRecord in one line: process, host, step and cause."""
     where = f" on {host}" if (host := failure.get("host")) else ""
     step = f" at step {step}" if (step := failure.get("step")) else ""
     role = failure.get("role")

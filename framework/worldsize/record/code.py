@@ -123,7 +123,7 @@ def _split_names(listed: bytes | None) -> list[str]:
 
 
 def _filter_names(root: Path, names: Sequence[str], include: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Split names into those for the patch and the rest; warn about files that seem private."""
+    """Split names into files for the patch and omitted files; warn about files that seem private."""
     fitting = [name for name in names if _can_include(root, name)]
     reasons = {name: why_private(root / name, name, include=include) for name in fitting}
     if private := [f"{printable(name)} ({reason})" for name, reason in reasons.items() if reason]:

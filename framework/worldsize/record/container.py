@@ -53,7 +53,7 @@ def find_engine(chosen: str, known: Sequence[str] = ENGINES) -> str:
 
 
 def engines_for(image: ContainerImage | None) -> Sequence[str]:
-    """Return the engines that open ``image``, or if None, that both build and open images."""
+    """Return the engines that can open ``image``; for None, engines that can both build and open images."""
     if image is None:
         return tuple(name for name in ENGINES if name in BUILDERS)
     return ("apptainer",) if is_image_file(image.name) else ENGINES

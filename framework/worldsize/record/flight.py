@@ -76,11 +76,11 @@ class HungProcess:
     role: str
     rank: int
     doing: str
-    """Description of the collective or message that it waits for, or else of its last collective."""
+    """Description of the awaited collective or message, or else of the last collective."""
     waits: bool
-    """Whether it waits for others."""
+    """Whether the process waits for others."""
     stack: tuple[str, ...]
-    """Frames of its main thread, the innermost last."""
+    """Stack frames of the main thread, innermost last."""
 
 
 def hung_processes(folder: Path) -> list[HungProcess]:

@@ -84,7 +84,7 @@ def _memberships(manifest: Mapping[str, Any]) -> Iterator[Downgrade]:
 def downgrade_level(
     original: Mapping[str, Any], present: Mapping[str, Any], reasons: Sequence[Downgrade]
 ) -> ReproducibilityLevel:
-    """Return the lowest of both runs' levels and the levels in ``reasons``."""
+    """Return the lowest level among both runs' recorded levels and ``reasons``."""
     recorded = [read_recorded_level(run) for run in (original, present)]
     lowest = min([*(Downgrade(each.level, each.why) for each in recorded), *reasons], key=_get_level_index)
     why = [each.reason for each in reasons] or [lowest.reason]
@@ -108,7 +108,7 @@ def _get_level_index(downgrade: Downgrade) -> int:
 def find_changes(
     then: Mapping[str, Any], now: Mapping[str, Any], but: Sequence[str] = _NOT_COMPUTED
 ) -> list[tuple[str, Any, Any]]:
-    """Return the keys outside of sections ``but`` that differ, with both values."""
+    """Return the keys that differ, with both values; sections ``but`` are ignored."""
     first, second = _flatten_config(then), _flatten_config(now)
     keys = [key for key in sorted(first.keys() | second.keys()) if key.split(".")[0] not in but]
     return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]

@@ -143,7 +143,7 @@ def metric_rows(path: Path, *, at_most: int | None = None) -> JsonRows:
 
 
 def rewind_metrics(path: Path, step: int, *, evaluated: bool = True) -> int:
-    """Drop damaged lines and those after ``step``; return the number of logged steps left.
+    """Drop damaged lines and lines after ``step``; return the number of remaining logged steps.
 
     With ``evaluated=False``, the evaluation after ``step`` is dropped, too.
     """

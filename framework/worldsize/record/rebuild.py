@@ -140,7 +140,7 @@ def get_container_interpreter(container: Container, places: Places, *, cuda: boo
 
 
 def _repository(worktree: Path) -> Path | None:
-    """Return the repository of ``worktree``, or None if it is not a git worktree."""
+    """Return the git repository that ``worktree`` belongs to, or None if this is not a git worktree."""
     link = worktree / ".git"
     text = link.read_text().strip() if link.is_file() else ""
     return Path(named[1]) if (named := re.fullmatch(r"gitdir: (.+)/worktrees/[^/]+", text)) else None

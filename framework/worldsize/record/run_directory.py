@@ -265,7 +265,7 @@ def _existing_parent(path: Path) -> Path:
 
 
 def _remove_run_folder(path: Path, before: Path) -> None:
-    """Remove the run folder, and its empty parents below ``before``."""
+    """Remove the run folder, and empty parents below ``before``."""
     shutil.rmtree(path, ignore_errors=True)
     for parent in path.parents:
         if parent == before:

@@ -171,14 +171,14 @@ def _reserve_space(directory: RunDirectory) -> None:
 
 @final
 class RunRecord:
-    """A run's record for its only writer; created by :func:`open_record`."""
+    """Write access to a run's record, for the process that holds the run's lock; created by :func:`open_record`."""
 
     def __init__(self, directory: RunDirectory, manifest: Manifest, lock: ExitStack, scrubber: Scrubber) -> None:
         self.directory, self._scrubber = directory, scrubber
         self._manifest, self._lock, self._own = manifest, lock, is_own(manifest)
         self._version = self._version_on_disk()
         self._attempt: Attempt | None = None  # running attempt of this process
-        self._begun = 0.0  # its start on the monotonic clock
+        self._begun = 0.0  # start of that attempt, in monotonic seconds
 
     @property
     def manifest(self) -> Manifest:

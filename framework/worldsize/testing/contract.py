@@ -247,7 +247,7 @@ class StrategyContract:
         assert_same(resumed[0].model, straight[0].model)
 
     def test_a_step_that_ends_before_its_update_changes_nothing(self) -> None:
-        """Interrupt a step, and check that the unchanged state lets survivors repeat it."""
+        """Interrupt a step, and check that the state is unchanged, so that survivors can repeat the step."""
         if not can_heal(self.strategy.roles(cluster_with(self.strategy, self.sizes[-1]))) or self.strategy.shards_state:
             pytest.skip("survivors do not repeat steps from their own state with this strategy")
         recipes = (CountingChain(), CountingChain(whole_numbers=True))

@@ -71,7 +71,7 @@ class FailurePoint(FaultPoints):
     _left: int = 0
 
     def arm_failure(self, batches: int) -> None:
-        """Interrupt the next step of ``batches`` micro-batches, in its second one if possible."""
+        """Interrupt the next step, which has ``batches`` micro-batches, in the second one if possible."""
         self._left = 2 if batches > 1 and self.point in _IN_PASSES else 1
 
     def report_step(self, step: int) -> None: ...

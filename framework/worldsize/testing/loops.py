@@ -160,7 +160,7 @@ def _train_cases(
 
     try:
         ended: dict[str, CaseOutcome] = run_in_roles(strategy, run_cases, size, local_size=local_size)[0]
-    except RuntimeError as failure:  # if only one rank refuses, its process exits too
+    except RuntimeError as failure:  # includes a refusal by only one rank
         (refusal, *_) = [*re.findall(r"^(?:worldsize\.\S*)?ConfigError: (.*)", str(failure), re.MULTILINE), ""]
         if len(cases) > 1 or not refusal:
             raise

@@ -135,7 +135,7 @@ class Experts(Loop):
 
 @dataclass(frozen=True)
 class Unfreezing(Loop):
-    """Unfreezes its first layer in step 4, or freezes it then if ``trains_first``."""
+    """Unfreezes the first layer in step 4; with ``trains_first``, freezes it instead."""
 
     trains_first: bool = False
 

@@ -205,7 +205,7 @@ class _Part:
         self._parts, self._roles, self._folder = parts, roles, folder
 
     def run_role(self, world: World) -> Trained | None:
-        """Train or serve, according to this process's role; return None if it only serves."""
+        """Train or serve, according to this process's role; return None if this process only serves."""
         return self._run_server(world) if self._roles[world.role].serves else self._run_worker(world)
 
     def _run_worker(self, world: World) -> Trained:

@@ -48,7 +48,7 @@ class SharedLoss(MultiUpdateRecipe):
 
 
 def train_shared_loss(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
-    """Train with one backward pass per step, joint clipping, and a step of both optimizers.
+    """Train with one backward pass, joint clipping and one update of both optimizers per step.
 
     ``batches``: inputs (batch, 4) and targets (batch, 1) of each step.
     """

@@ -97,9 +97,9 @@ class Checkpointing:
         return Wishes(stop or failed, save=self._interval is not None and self._interval.is_overdue())
 
     def check_stop(self) -> None:
-        """Raise CheckpointError if a run that stops before its end counts as failed.
+        """Raise CheckpointError if stopping now, before the last step, counts as a failure.
 
-        This is the case if it stops because of a failed save, or if no save of this attempt succeeded. With the exit
+        It does if the run stops because of a failed save, or if no save of this attempt succeeded. With the exit
         code for a restart, the run would otherwise restart endlessly while the disk is full.
         """
         if self.collect_wishes().stop:

@@ -115,7 +115,7 @@ class _RunCheckpoints(CheckpointSource):
 
 @final
 class _UnitTiming(StepTiming):
-    """Step timing that opens its file at the first measurement; a process without data or steps creates none."""
+    """Step timing that creates its file at the first measurement, so that processes without steps have none."""
 
     def __init__(self, run: RunDirectory, world: World, *, every: int | None) -> None:
         self._run, self._world, self._every = run, world, every
@@ -260,13 +260,13 @@ class ProcessResources:
                 listener(event)
 
 
-_ENDING = 2.0  # seconds that a process needs to exit if it does not wait for anything
+_ENDING = 2.0  # seconds for a process to exit when it is not waiting for anything
 
 
 def create_listeners(
     settings: Settings, run: RunDirectory, global_rank: int, preemption: Preemption, *, shows: bool = False
 ) -> list[Listener]:
-    """Create the listeners of a process: every training process writes its timing, and the first logs global events.
+    """Create the listeners of a process: all training processes write timings, and the first logs global events.
 
     If all processes serve, the run's first process leads and logs. In a healing gang the first member logs, which may
     not be the first process. ``shows``: the first process also shows the progress, as there is no launching process.

@@ -33,7 +33,7 @@ _SETTLES = 0.5  # seconds that torch may need to record the completion of a coll
 def hangs_watched(
     log: Path, asked: Path, *, attempt: int, timeout: float, counts: bool = False
 ) -> Iterator[Callable[[], None]]:
-    """Watch this process in the block; if its gang hangs, the process writes a file next to its ``log``.
+    """Watch for hangs in this block; if the gang hangs, write this process's flight record next to its ``log``.
 
     The context yields a function to call when the process joins a different gang, to ignore earlier collectives.
 
@@ -69,7 +69,7 @@ class _HangWatch(threading.Thread):
         self._asked_before = self._read_request_time()  # requests from before the start of this process do not count
         self._attempt, self._timeout = attempt, timeout
         self._since = 0  # time in ns when the process joined its gang
-        self._told = 0  # time in ns of its last record; earlier waits belong to the recorded hang
+        self._told = 0  # time in ns of the last flight record; earlier waits belong to that hang
         self._counted = collectives_file(log) if counts else None
         self._main = threading.main_thread().ident
 

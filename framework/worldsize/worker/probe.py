@@ -161,7 +161,7 @@ def _list_uplink_tiers(tiers: Mapping[str, int]) -> list[str]:
 
 
 def plan_ring(members: int, own: int, distance: int = 1) -> list[Turn]:
-    """Return the turns of member ``own`` in a ring where each member sends to the one ``distance`` after it."""
+    """Return the turns of member ``own`` in a ring where member i sends to member i + ``distance``."""
     common = math.gcd(members, distance)
     length = members // common  # the ring splits into ``common`` rings of this length
     if length < 2:
@@ -259,7 +259,7 @@ def _measure_rings(world: World) -> dict[str, dict[str, float]]:
 
 
 def _measure_ring(world: World, ring: ProcessGroup, everyone: ProcessGroup) -> dict[str, float]:
-    """Measure the rounds of an all-gather: their duration for a few bytes, and their bandwidth for many.
+    """Measure the rounds of an all-gather: duration for small messages, and bandwidth for large ones.
 
     Both are means, since a step also waits for slow rounds, and are taken from the slowest of the concurrent rings.
     """

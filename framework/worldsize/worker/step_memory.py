@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True)
 class SharedStep:
-    """Values of a step that every process of a healing gang stores, since others may die.
+    """Values of a step that every process of a healing gang stores, in case other processes die.
 
     Attributes:
         metrics: Sums and counts of training metrics since the last logged step, by name, for all logical ranks.
@@ -81,7 +81,7 @@ class StepMemory:
         return SharedStep(self.metrics_of_all(sums), recipe)
 
     def check_shared(self) -> None:
-        """Raise ConfigError if the recipe's state has changed since :meth:`share_step`: it could be lost."""
+        """Raise ConfigError if the recipe's state has changed since :meth:`share_step`; the change could be lost."""
         if self._shared and self._encode_states() != self._shared:
             raise ConfigError(
                 f"{self._kind} changed its state outside of micro_batch_loss, in an optimizer hook or in evaluate, "

@@ -90,7 +90,7 @@ class Throughput:
             self._peak = None
 
     def add_throughput(self, event: Event) -> Event:
-        """Return ``event``; if it is a logged step, add the throughput and the samples per update if known."""
+        """Return ``event``; to a logged step, add throughput and samples per update, if known."""
         if not isinstance(event, StepDone):
             return event
         rate, mfu, size = event.samples_per_second, None, self._tokens

@@ -267,7 +267,7 @@ def read_job(environ: Environ) -> dict[str, Any] | None:
 
 
 def host_name(environ: Environ) -> str:
-    """Return the scheduler's name for this host, by default its host name."""
+    """Return the scheduler's name for this host, or else the host name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

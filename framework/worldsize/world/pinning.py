@@ -139,7 +139,7 @@ def _too_few(gpus: Sequence[str], processes: int) -> str:
 def _assign_numa_nodes(
     machine: MachineTopology, nodes: Mapping[int, Set[int]], processes: int, gpus: Sequence[str]
 ) -> list[int]:
-    """Return each process's NUMA node: its GPU's, or one shared by neighboring ranks."""
+    """Return the NUMA node per process: the node of its GPU, or else a node shared by neighboring ranks."""
     order = sorted(nodes)
     spread = [order[rank * len(order) // processes] for rank in range(processes)]
     known = [machine.gpus.get(gpu) for gpu in gpus] or [None] * processes

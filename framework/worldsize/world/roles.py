@@ -27,7 +27,7 @@ def get_blocks(roles: Mapping[str, Role]) -> Sequence[Block]:
 
 
 def find_block(processes: int, blocks: Sequence[Block]) -> Block | None:
-    """Return the kind of block that ``processes`` form: the first whose size divides their number, or None."""
+    """Return the kind of block that ``processes`` form: the first whose size divides ``processes``, or None."""
     return next((block for block in blocks if processes % block.size == 0), None)
 
 

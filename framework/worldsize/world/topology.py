@@ -63,7 +63,7 @@ class Topology:
             raise ConfigError(f"cluster.topology={path}: {error}") from error
 
     def order_hosts(self, hosts: Sequence[str]) -> list[str]:
-        """Group ``hosts`` by switch, or interleave them if ``is_spread``; the first stays first.
+        """Group ``hosts`` by switch, or interleave them if ``is_spread``; the first host stays first.
 
         Raises:
             ConfigError: a host is not in the tree.

@@ -181,7 +181,7 @@ def _node_groups(placement: Placement, timeout: timedelta) -> dict[str, ProcessG
 
 
 def _tier_groups(placement: Placement, tiers: Mapping[str, int], timeout: timedelta) -> dict[str, ProcessGroup]:
-    """Return this rank's group per tier: the ranks of its unit that have the same index in their sub-units."""
+    """Return this rank's group per tier: the ranks of the unit with the same index within their sub-unit."""
     everyone, below = range(placement.world_size), placement.local_world_size
     units = {name: nodes * placement.local_world_size for name, nodes in tiers.items()}
     groups = {}

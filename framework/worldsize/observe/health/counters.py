@@ -22,7 +22,7 @@ from worldsize.world.processes import RANK_NAME
 _logger = logging.getLogger(__name__)
 
 _INFINIBAND = Path("/sys/class/infiniband")
-# virtual interfaces, and those whose traffic is also counted by another interface or adapter
+# virtual interfaces, and interfaces whose traffic is also counted by a different interface or adapter
 _NOT_REAL = re.compile(
     r"lo\d*$|veth|docker|br-|br\d|virbr|cali|cilium|lxc|flannel|cni|tun|tap|bond|team|vlan|vxlan|macvlan|dummy"
     r"|ib\w|\w+\.\d+$"  # ib: IPoIB, also counted by the InfiniBand adapter; eth0.100: VLAN, also counted by eth0

@@ -66,7 +66,7 @@ class HealthFile:
 
 
 def _alerts_folder(run: RunDirectory) -> Path:
-    """Return the folder of alerts, separate from the samples so that it can be listed quickly."""
+    """Return the folder of alerts; it is separate from the samples, so that it can be listed quickly."""
     return run.path / "health" / "alerts"
 
 
@@ -229,7 +229,7 @@ def health_figures(rows: Mapping[int, HealthRow]) -> dict[str, float]:
 
 
 def _summarize_gpus(gpus: list[GpuRow]) -> dict[str, float]:
-    """Return metrics over some GPUs: mean utilization, and the worst values of the others."""
+    """Return metrics over several GPUs: the mean utilization, and the worst value of each other metric."""
     if not gpus:
         return {}
     work, heat, memory = (collect_values(gpus, figure) for figure in ("utilisation", "temperature", "memory"))

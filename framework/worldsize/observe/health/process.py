@@ -129,7 +129,7 @@ def _pass_on(alerts: AlertFiles, events: EventLog) -> None:
 
 @final
 class Sampler:
-    """Takes samples of this node, and appends them and their alerts to its files."""
+    """Samples the health of this node, and appends samples and alerts to the node's files."""
 
     def __init__(self, run: RunDirectory, limits: HealthLimits, node: int, root: int) -> None:
         from worldsize.observe.health.counters import (
@@ -153,7 +153,7 @@ class Sampler:
         return read_counters(self._root, self._run.path, self._gpus)
 
 
-_BACK = 0.95  # a value has recovered once it is below this fraction of its limit
+_BACK = 0.95  # a value below this fraction of its limit has recovered
 _LASTING = ("swap", "temperature", "throttled")  # may be transient, so two consecutive samples must exceed the limit
 _Key = tuple[str, int | None]
 

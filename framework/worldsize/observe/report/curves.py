@@ -189,7 +189,7 @@ def read_sweep(folders: Sequence[Path]) -> Sweep:
 
 
 def _check_shown(record: Record) -> None:
-    """Access all shown values of a run, so that an incomplete record excludes only that run."""
+    """Read all values of a run that a report shows, so that an incomplete record excludes only that run."""
     manifest = record.manifest
     _ = (
         get_typed_options(record),
@@ -215,7 +215,7 @@ def differing(all_typed: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _format_label(record: Record, keys: Sequence[str], others: Sequence[Record]) -> str:
-    """Label a run by the options that differ, and by its folder if those are not unique."""
+    """Label a run with the options that differ, and with its folder if the options are not unique."""
     mine = get_typed_options(record)
     words = " ".join(f"{key}={mine[key]}" for key in keys if key in mine)
     twins = [other for other in others if all(get_typed_options(other).get(key) == mine.get(key) for key in keys)]

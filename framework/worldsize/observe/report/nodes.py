@@ -38,7 +38,7 @@ class RankRow:
 @final
 @dataclass(frozen=True)
 class NodeRow:
-    """One node: its hardware as text, and its ranks."""
+    """One node, with its hardware as text and its ranks."""
 
     name: str
     machine: str

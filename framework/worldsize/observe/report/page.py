@@ -113,7 +113,7 @@ def _render_template(template: str, **values: Any) -> str:
 
 
 def format_title(records: Sequence[Record]) -> str:
-    """Return the recipe, strategy and number of processes, as far as all runs share them."""
+    """Return a title with the recipe, strategy and number of processes that all runs have in common."""
     rows = []
     for record in records:
         options, config = record.manifest.get("options") or {}, record.manifest["config"]
@@ -171,7 +171,7 @@ def collect_summary(record: Record) -> list[tuple[str, str]]:
 
 
 def _list_read_data(record: Record) -> list[tuple[str, str]]:
-    """List the data read by all ranks, if it was counted; estimated if steps were thinned."""
+    """List the amounts of data read by all ranks, if counted; estimated if steps were thinned."""
     counts = {
         name: sum(
             record.timing_stands_for[rank] * sum(parse_number(line.get(name, 0)) for line in lines)

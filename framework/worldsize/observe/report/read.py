@@ -83,7 +83,7 @@ class Record:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics at the end of the run, or of the last evaluation if it has not ended."""
+        """Metrics at the end of the run, or of the last evaluation if the run has not ended."""
         metrics = self.results.get("metrics") or (self.evaluations[-1]["metrics"] if self.evaluations else {})
         return {name: parse_number(value) for name, value in metrics.items()}
 

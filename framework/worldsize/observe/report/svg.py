@@ -38,7 +38,7 @@ def series_colour(index: int) -> str:
 @final
 @dataclass(frozen=True)
 class Chart:
-    """A drawn chart with its texts.
+    """A drawn chart with title, note and legend.
 
     ``note`` explains the chart. ``key`` is the legend: labels, and color names in the style sheet.
     """

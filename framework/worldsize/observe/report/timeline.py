@@ -149,12 +149,12 @@ _SHOWN = 24  # maximum number of rows per hang
 @final
 @dataclass(frozen=True)
 class Row:
-    """Processes in the same state when their gang hung."""
+    """Processes that were in the same state when their gang hung."""
 
     who: str
     doing: str
     waits: bool
-    """Whether they were waiting for others."""
+    """Whether the processes were waiting for others."""
     stack: tuple[str, ...]
 
 
@@ -178,7 +178,7 @@ def list_hangs(record: Record) -> list[Hang]:
 
 def _create_hang(attempt: int, processes: list[HungProcess]) -> Hang:
     alike: defaultdict[tuple[str, str, bool, tuple[str, ...]], set[int]] = defaultdict(set)
-    for each in processes:  # a rank has two if it was restarted within the attempt
+    for each in processes:  # a rank restarted within the attempt has two records
         alike[each.role, each.doing, each.waits, each.stack].add(each.rank)
     rows = [
         Row(f"{role} {format_ranks([*ranks])}", doing, waits, stack)

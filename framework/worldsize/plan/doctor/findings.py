@@ -17,7 +17,7 @@ from worldsize.files import read_regular
 from worldsize.strict_json import LARGEST
 
 Facts = Mapping[str, Any]
-REPORT = "report"  # name of the facts derived from all others
+REPORT = "report"  # name of the file with the report, which is derived from all other facts
 
 
 def write_facts(folder: Path, name: str, facts: Facts) -> None:
@@ -65,7 +65,7 @@ class Findings:
 
 
 def read_findings(folder: Path, nodes: int, names: Sequence[str] = ()) -> Findings:
-    """Read the findings of hosts and ranks in ``folder``, as far as they exist."""
+    """Read the existing findings of hosts and ranks in ``folder``."""
     meeting = read_facts(folder, "meeting")
     hosts = {int(facts["node"]): facts for facts in meeting.get("hosts", ())}
     for path in sorted(folder.glob("node_*.json")):

@@ -118,7 +118,7 @@ def check_clocks(findings: Findings) -> Iterator[Check]:
 
 
 def check_cpus(findings: Findings, cluster: Cluster) -> Iterator[Check]:
-    """Warn if a host's processes may use fewer CPUs than they need, which makes them slower."""
+    """Warn if a host's processes may use fewer CPUs than they need, since they would be slower."""
     for facts in findings.hosts.values():
         usable = facts["cpus"]
         lack = few_cpus(cluster, usable)

@@ -35,8 +35,8 @@ class SlowLinks:
 def summarize_tiers(by_tier: Mapping[str, Measured], rings: Mapping[str, Facts]) -> dict[str, Link]:
     """Return each tier's link: median latency, and bandwidth measured by its rings.
 
-    Without rings, as on one device, it is the bandwidth of the slowest link. If one host has measured an uplink alone,
-    that latency is used, since other hosts' messages did not delay it.
+    Without rings, as on one device, use the bandwidth of the slowest link. If one host measured an uplink while others
+    were idle, use that latency, since other hosts' messages did not delay it.
     """
     figures = {}
     for tier, links in by_tier.items():
@@ -176,7 +176,7 @@ def _transports(findings: Findings, cluster: Cluster) -> Iterator[Check]:
 
 
 def list_pairs(by_tier: Mapping[str, Measured], findings: Findings) -> list[Pair]:
-    """Return each link between nodes with its hosts; for an uplink, those that measured it."""
+    """Return each link between nodes with its hosts; for an uplink, the hosts that measured it."""
     between = [links for tier, links in by_tier.items() if tier not in INSIDE and ONE_HOST + tier not in by_tier]
     return [
         Pair(findings.get_host_name(source), findings.get_host_name(target), link)

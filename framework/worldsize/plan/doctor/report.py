@@ -19,7 +19,7 @@ from worldsize.strict_json import parse_strict_json, sanitize_json
 
 @dataclass(frozen=True)
 class Check:
-    """One check of one host; ``remedy``: what to do if it fails, or if it is a warning."""
+    """Result of one check on one host; ``remedy``: what to do about a failure or a warning."""
 
     check: str
     host: str

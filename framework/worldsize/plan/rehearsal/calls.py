@@ -172,7 +172,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._groups[group]
 
     def _makes_group(self, members: Sequence[int] | None, *, is_local: bool) -> None:
-        """Record the creation of a group: a call of all ranks, or with ``is_local``, of its members only."""
+        """Record the creation of a group as a call of all ranks, or of the members only with ``is_local``."""
         everyone = range(dist.get_world_size())
         ranks = sorted(everyone if members is None else members)
         if is_local and dist.get_rank() not in ranks:
@@ -201,13 +201,13 @@ def _describe_tensor(tensor: Tensor) -> str:
 
 @final
 class PendingCalls:
-    """Maps the object that a rank waits for (a Work, or a functional collective's tensor) to its call."""
+    """Maps objects that a rank waits for (a Work, or a functional collective's tensor) to calls."""
 
     def __init__(self) -> None:
         self._numbers: weakref.WeakKeyDictionary[Work, int] = weakref.WeakKeyDictionary()
         self._sources: weakref.WeakKeyDictionary[Work, int] = weakref.WeakKeyDictionary()
         self._made: dict[int, int] = {}  # by storage address
-        self._last: Work | None = None  # keeps it alive until the caller has received it
+        self._last: Work | None = None  # keep the Work alive until the caller has received it
 
     def add(self, number: int, result: Any, source: int | None) -> None:
         """Record call ``number``'s result; ``source``: group index of a received message's sender."""

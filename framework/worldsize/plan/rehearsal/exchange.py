@@ -116,7 +116,7 @@ class SentMessages:
         return _decode_message(message, call, like)
 
     def has_news(self, ranks: Collection[int]) -> bool:
-        """Return whether any of ``ranks`` would receive a message that differs from its own."""
+        """Return whether any of ``ranks`` would receive a message different from the one it sent."""
         return any(
             len({known.get(rank) for rank in place.ranks if rank in ranks}) > 1
             for place, known in self.messages.items()
@@ -125,7 +125,7 @@ class SentMessages:
 
     @property
     def integers(self) -> Mapping[tuple[CallIndex, int], Message]:
-        """Integer messages that may affect other ranks; they stop changing once all ranks agree."""
+        """Integer messages that may affect other ranks; the same in each repetition once all ranks agree."""
         return {
             (place, rank): message
             for place, known in self.messages.items()

@@ -172,7 +172,7 @@ class StorageLog:
             self._sizes[number] = nbytes
 
     def leave_out(self, storage: UntypedStorage) -> None:
-        """Exclude a storage that existed before, such as a data set's, unless it has been recorded."""
+        """Exclude a storage from before the rehearsal, such as a data set's, unless it has been recorded."""
         address = storage._cdata
         if address not in self._numbers and address not in self._foreign:
             self._foreign[address] = weakref.ref(storage, lambda _: self._foreign.pop(address, None))
@@ -258,13 +258,13 @@ class FakeTensors:
         return tensor.fake_mode is self.mode and self.mode.depth < 2
 
     def replace_tensors(self, data: Any) -> Any:
-        """Return ``data`` with its tensors replaced by fakes."""
+        """Return ``data`` with all tensors replaced by fake tensors."""
         return map_tensors(data, self.mode.from_tensor, lambda own: own)
 
 
 @final
 class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A mode that counts its nesting, since DTensor re-enters the mode of its tensors."""
+    """A fake-tensor mode that counts nested entries, since DTensor re-enters the mode of its tensors."""
 
     depth = 0
 

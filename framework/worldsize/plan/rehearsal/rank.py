@@ -214,7 +214,7 @@ def take_part(
 
 @contextmanager
 def _equal_pace() -> Iterator[None]:
-    """Make all ranks report the same speed, since the loop's decisions depend on it."""
+    """Make all ranks report the same speed, one step per second, since the loop's decisions depend on speed."""
     tell = Agreement.update_interval
 
     def tell_equal_rate(agreement: Agreement, done: StepDone) -> None:

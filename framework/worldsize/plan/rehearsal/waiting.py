@@ -20,7 +20,7 @@ _Route = tuple[Group, int, int, int]  # with sender, receiver and tag
 @final
 @dataclass(frozen=True)
 class Deadlock:
-    """Ranks that wait for each other forever, each with its blocking call."""
+    """A deadlock: the ranks that wait for each other forever, and the call that blocks each."""
 
     waiting: Mapping[int, Call]
 
