@@ -177,7 +177,7 @@ PEERS = {
 
 
 def has(name: str) -> bool:
-    """Return whether this Python has a library."""
+    """Return whether the library ``name`` is installed in this Python."""
     return importlib.util.find_spec(PEERS[name].modules[0].split(".")[0]) is not None
 
 

@@ -193,7 +193,7 @@ def runs(samples: int) -> None:
 
 
 class Contender:
-    """A library, and a Python in which it is installed."""
+    """A library to measure, and the Python interpreter in which it is installed."""
 
     def __init__(self, name: str, python: str, folder: Path) -> None:
         self.name, self.python, self.folder = name, python, folder

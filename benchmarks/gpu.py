@@ -36,7 +36,7 @@ from worldsize.strategies.single import Single
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and of the benchmark."""
+    """Model dimensions, batch size and number of steps."""
 
     width: int = 768
     depth: int = 12
@@ -205,7 +205,7 @@ def steps(
 
 
 def loader(recipe: RandomTokens, device: torch.device) -> DataLoader[Any]:
-    """Return a DataLoader as in both peers' documentation."""
+    """Create the DataLoader that both peers' documentation uses."""
     data, on_gpu = recipe.data("train"), device.type == "cuda"
     return DataLoader(data, batch_size=recipe.sizes.batch, shuffle=True, drop_last=True, pin_memory=on_gpu)
 

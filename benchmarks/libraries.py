@@ -48,7 +48,7 @@ class _FarFile(AbstractBufferedFile):  # type: ignore[misc]
 
 
 class _Far(AbstractFileSystem):  # type: ignore[misc]
-    """Local files behind the interface of a remote file system."""
+    """A fake remote file system for fsspec, which reads local files."""
 
     protocol = "far"
     cachable = False

@@ -64,7 +64,7 @@ def _split_batch(step: int, rank: int, size: int) -> Sequence[MicroBatch]:
 
 
 def _train(strategy: Strategy, steps: int, world: World) -> str:
-    """Return the digest of the weights on rank 0."""
+    """Train for ``steps`` steps; return the digest of the final weights on rank 0."""
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(5)
     numerics = Numerics(clip_norm=0.5, logical_tensor=LOGICAL, logical_context=LOGICAL)

@@ -110,7 +110,7 @@ def in_blocks(kind: str) -> dict[str, Any]:
 
 
 def as_array(sample: Any) -> Any:
-    """Return a sample with its image as an array."""
+    """Return the sample with the image converted to an array."""
     return {**sample, "jpg": pixels(sample["jpg"])}
 
 

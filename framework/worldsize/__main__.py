@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def train() -> None:
-    """Run ``train.py``."""
+    """Run ``worldsize train`` with the arguments of ``train.py``."""
     with _ends_at_once():
         from worldsize.cli.train import main as command
     _run_command(command)

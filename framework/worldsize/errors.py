@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class WorldsizeError(Exception):
-    """An error that is shown without a traceback."""
+    """Base class of errors for users, shown as a message without a traceback."""
 
 
 class ConfigError(WorldsizeError):

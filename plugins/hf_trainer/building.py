@@ -53,7 +53,7 @@ def build_trainer(make: Callable[[], Any], *, name: str, seed: int) -> Any:
 
 @contextmanager
 def isolate_on_cpu() -> Iterator[None]:
-    """Hide other processes and the accelerator from accelerate."""
+    """Make accelerate assume a single process without an accelerator in this block."""
     hidden = {name: os.environ.pop(name) for name in _PLACES if name in os.environ}
     wanted = os.environ.get("ACCELERATE_USE_CPU")
     os.environ["ACCELERATE_USE_CPU"] = "true"

@@ -91,7 +91,7 @@ class HFTrainer(Recipe):
         return optimizer
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
-        """Create the Trainer's schedule for the steps of the run."""
+        """Create the Trainer's learning-rate schedule, for the length of this run."""
         from transformers import get_scheduler
 
         arguments, steps = self._built.args, self.run.steps
@@ -157,7 +157,7 @@ def _is_table(dataset: Any) -> bool:
 
 
 def _select_first(dataset: Any, count: int) -> Any:
-    """Return the first samples of a data set or a stream."""
+    """Return the first ``count`` samples of a map-style data set or a stream."""
     if not hasattr(dataset, "__getitem__"):
         return dataset.take(count) if hasattr(dataset, "take") else dataset
     if hasattr(dataset, "select"):

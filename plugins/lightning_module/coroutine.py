@@ -19,7 +19,7 @@ class _Closed(BaseException):
 @final
 @dataclass(frozen=True)
 class ThreadState:
-    """Torch's thread-local settings."""
+    """Snapshot of torch's thread-local settings, to apply in a different thread."""
 
     grad: bool
     inference: bool

@@ -89,7 +89,7 @@ class ManualStep:
         self._toggled, self._is_toggle_unused = self._find_name(optimizer), True
 
     def untoggle(self, optimizer: Any) -> None:
-        """Undo :meth:`toggle`."""
+        """Undo :meth:`toggle`: accumulate gradients for all optimizers again."""
         self._toggled = None
 
     def backward(self, loss: Any, *args: Any, **options: Any) -> None:
@@ -119,7 +119,7 @@ class ManualStep:
         """Step an optimizer with the losses of backward passes since its last ``zero_grad``.
 
         Raises:
-            ConfigError: its gradient has other contributions, or the epoch has ended.
+            ConfigError: the optimizer's gradient has other contributions, or the epoch has ended.
         """
         if self._is_epoch_end:
             raise ConfigError("on_train_epoch_end must not step an optimizer. Step it in training_step.")
@@ -219,7 +219,7 @@ class StepScheduler:
         return getattr(self._schedule.scheduler, name)
 
     def step(self, *args: Any, **options: Any) -> None:
-        """Advance the schedule by one."""
+        """Advance the schedule by one step."""
         if args or options:
             raise ConfigError(
                 "a schedule's step() takes no arguments in worldsize: the learning rate must depend only on the "

@@ -153,7 +153,7 @@ class LightningProgram:
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
-        """Collate function for streams."""
+        """Collate function of the DataLoaders, for streams."""
         return same_collate(self._train, self._evaluated)
 
 

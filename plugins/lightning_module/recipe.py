@@ -48,7 +48,7 @@ class LightningRecipe(Recipe):
         return self._program.new_module()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Return the single optimizer of ``configure_optimizers``."""
+        """Return the optimizer from ``configure_optimizers``, which must be the only one."""
         assert isinstance(model, StepModule)
         model.connect_modules()
         made = call_configure_optimizers(model.lightning)
@@ -68,7 +68,7 @@ class LightningRecipe(Recipe):
         return None if own is None else PositionSchedule(own, optimizer, self._program.positions)
 
     def data(self, split: str) -> Any:
-        """Return the DataLoaders' data sets."""
+        """Return the training or evaluation data of the program's DataLoaders."""
         return self._program.get_split(split)
 
     def collate(self, samples: list[Any]) -> Batch:

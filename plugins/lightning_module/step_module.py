@@ -39,7 +39,7 @@ class StepModule(nn.Module):
 
     @property
     def lightning(self) -> Any:
-        """The LightningModule."""
+        """The wrapped LightningModule."""
         return self._held[0]
 
     @property
@@ -90,7 +90,7 @@ class StepModule(nn.Module):
         return getattr(self.lightning, name)
 
     def apply_transfer_hooks(self, batch: Any) -> Any:
-        """Apply the program's hooks around batch transfer."""
+        """Call the program's overridden batch-transfer hooks on ``batch``, and return the result."""
         for name, owner in self._transfers.items():
             batch = getattr(owner, name)(batch, 0)
         return batch

@@ -143,7 +143,7 @@ class Peer:
                 self._channel, _ = self._dialer.connect(self._service, "peer")
 
     def request_message(self, operation: Operation) -> Any:
-        """Request a message with NORMS or FACTS."""
+        """Send NORMS or FACTS, and return the answer's message."""
         frame: Frame = (Header(operation), [])
         return self._send_request(
             frame, lambda channel: channel.receive_message(channel.receive_answer(CommonOperation.MESSAGE))
@@ -156,7 +156,7 @@ class Peer:
         )
 
     def request_state(self) -> Any:
-        """Request a copy of the shard's state."""
+        """Return a copy of the shard's state, requested from the master."""
 
         def receive_state(channel: Channel) -> Any:
             channel.receive_answer(CommonOperation.DONE)

@@ -63,7 +63,7 @@ class ReplicationLog:
             self._is_followed.set()
 
     def start(self) -> None:
-        """Start checking the mastership regularly."""
+        """Start a thread that regularly checks whether this server is still the master."""
         threading.Thread(target=self._watch_mastership, daemon=True, name="watch").start()
 
     def _watch_mastership(self) -> None:
@@ -293,7 +293,7 @@ class Mastership(ABC):
 
 @final
 class SoleMastership(Mastership):
-    """Unregistered mastership of a server without competitors."""
+    """Mastership of a server without standbys, which needs no registration."""
 
     def claim_next_epoch(self) -> bool:
         return True

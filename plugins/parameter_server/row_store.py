@@ -136,7 +136,7 @@ class DirectSlotIndex(SlotIndex):
 
 @final
 class HashedSlotIndex(SlotIndex):
-    """Slots in a dict, for tables with a huge range of ids."""
+    """Slots in a dict, for tables too large for an array."""
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}

@@ -62,7 +62,7 @@ class ShardServer:
         )
 
     def start(self) -> None:
-        """Start to serve in background threads."""
+        """Start serving connections in background threads."""
         self.connections.start()
         self.master.log.start()
 

@@ -108,7 +108,7 @@ class ShardMaster:
             return rows.pull(ids_n), self.shard.updates, self.shard.closed
 
     def count_pull(self, nbytes: int) -> None:
-        """Count a pull of ``nbytes`` bytes of weights."""
+        """Add a pull of ``nbytes`` bytes to the server's load."""
         self._load.count_pull(nbytes)
 
     def compute_step_norms(self) -> dict[str, list[float]]:

@@ -62,7 +62,7 @@ class ShardParameters:
 
     @property
     def gradients(self) -> int:
-        """Number of gradients in a complete update."""
+        """Number of gradients in a complete update: one per bucket and per table."""
         return len(self.buckets) + len(self.tables)
 
     @property
@@ -261,7 +261,7 @@ class BucketOptimizer:
         return collect_options(self._optimizers[0])
 
     def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Set some options of each parameter group."""
+        """Update options of each parameter group, such as the learning rate."""
         for optimizer in self._optimizers:
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options)

@@ -221,7 +221,7 @@ def _convert_to_plain(value: Any) -> Any:
 
 @final
 class UnitStart:
-    """A copy of flags and unsaved buffers of ``model``, restored if a unit is abandoned."""
+    """A copy of the training flags and non-persistent buffers of ``model``, restored if a unit is abandoned."""
 
     def __init__(self, model: nn.Module) -> None:
         self._flags = ModelFlags(model)
@@ -234,7 +234,7 @@ class UnitStart:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the saved flags and buffers of the model."""
+        """Restore the copied flags and buffers."""
         self._flags.restore()
         for module, name, buffer, values in self._buffers:
             module._buffers[name] = buffer.copy_(values)

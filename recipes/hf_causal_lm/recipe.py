@@ -240,7 +240,7 @@ class HFCausalLM(Recipe):
 
 
 def _compute_logits(model: nn.Module, asked: LanguageBatch) -> Tensor:
-    """Return logits [batch * time, vocabulary]."""
+    """Return logits (batch * time, vocabulary)."""
     if isinstance(asked.inputs_bt, Chunks) and isinstance(model, _transformers().PreTrainedModel):
         return run_layers(model, asked.inputs_bt, asked.positions_bt, asked.mask).flatten(0, 1)
     positions = {} if asked.positions_bt is None else {"position_ids": asked.positions_bt}

@@ -22,7 +22,7 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Vocabulary size."""
+        """Size of the vocabulary, in tokens."""
         return len(self._tokenizer)
 
     def encode(self, text: bytes) -> Tensor:

@@ -32,7 +32,7 @@ class Counting(nn.Module):
 
 
 class Stateful(Recipe):
-    """Classify points by the larger of their first two coordinates."""
+    """Learn which of a point's first two coordinates is larger."""
 
     def model(self) -> nn.Module:
         """Return two linear layers with batch norm, dropout and a counter between them."""

@@ -45,7 +45,7 @@ _PIECE = 8 << 20  # bytes hashed per read
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, as described by its manifest."""
+    """A complete checkpoint and the content of its manifest."""
 
     path: Path
     step: int

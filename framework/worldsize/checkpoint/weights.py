@@ -278,7 +278,7 @@ def _safetensors_in(folder: Path) -> list[Path]:
 
 
 def _names_in(index: Path) -> list[str]:
-    """Read and check the file names in an index."""
+    """Read the names of safetensors files from an index, and check them."""
     text = read_regular(index, at_most=_LARGEST_INDEX)
     try:
         described = parse_strict_json(text, at_most=_LARGEST_INDEX, deepest=8)

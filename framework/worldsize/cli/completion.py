@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def render_completion(shell: str) -> str:
-    """Return the completion code for ``shell``."""
+    """Return the script that completes commands, options and keys in ``shell``."""
     text = _FISH if shell == "fish" else _BASH
     if shell == "zsh":
         text = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" + text

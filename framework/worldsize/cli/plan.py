@@ -271,7 +271,7 @@ def _show_curve(
 ) -> int:
     """Print the predicted step of each strategy for all sizes, and write the study if requested.
 
-    With --compute, the samples per logical rank are constant (weak scaling): ``shared``, or else as configured.
+    With --compute, the samples per logical rank are constant (weak scaling): ``shared``, or the configured number.
     """
     from worldsize.config.composed import build_settings
 

@@ -70,7 +70,7 @@ _NO_COMMIT = "only the files in the record"
 
 @dataclass(frozen=True)
 class Options:
-    """Command-line options."""
+    """Command-line options of ``worldsize reproduce``."""
 
     manifest: Path
     overrides: Sequence[str]

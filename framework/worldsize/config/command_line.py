@@ -136,7 +136,7 @@ def _choose_prefixes(flags: Namespace) -> dict[str | None, str]:
 
 
 def _list_option_folders(flags: Namespace) -> list[Path]:
-    """Return the folders that contain options of groups."""
+    """Return all ``conf`` folders with options of configuration groups, including the folder of ``--config-dir``."""
     return [*list_conf_folders(), *([folder] if (folder := folder_of_flags(flags)) else [])]
 
 

@@ -67,7 +67,7 @@ class Allowed:
         return [prefix for prefix in self.prefixes if path.startswith(prefix + ".")]
 
     def format_remedy(self, path: str) -> str:
-        """Return the end of an error message that rejects ``path``."""
+        """Return the remedy for an error about the forbidden target ``path``."""
         near = neighbours(path, find_bundled_targets()) if path.partition(".")[0] == __name__.partition(".")[0] else "."
         return (
             f"{near} Allowed: targets in worldsize's YAML files and public names in {', '.join(self.prefixes)} "

@@ -145,7 +145,7 @@ def _find_module_folders(module: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plugin or recipe, and its folder."""
+    """A plugin or recipe with its folder and origin."""
 
     name: str  # module name, e.g. "plugins.diloco"
     folder: Path

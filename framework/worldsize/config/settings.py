@@ -136,7 +136,7 @@ class Settings(RunShape):
         return replace(world, rank=self.strategy.data_rank(world), size=self.strategy.data_parallel(self.cluster))
 
     def create_order(self, rank: int, size: int, dealing: Dealing = "cyclic") -> Order:
-        """Return the data order for worker ``rank`` of ``size``."""
+        """Return the order in which worker ``rank`` of ``size`` reads the training samples."""
         own_ranks = assign_logical_ranks(rank, size, self.logical_ranks, dealing)
         training = self.training
         ranks, balanced = self.logical_ranks, training.length_balanced

@@ -81,7 +81,7 @@ class Lead(NodeLauncher, Launcher):
 @final
 @dataclass
 class _Joint(Job):
-    """A job with the processes of all hosts, one gang per host."""
+    """The job of a run on several hosts, each with its own gang of processes."""
 
     attempt: int
     gang: Gang  # this host's processes
@@ -124,7 +124,7 @@ class _Joint(Job):
 @final
 @dataclass
 class _Healing(Job):
-    """A job with the processes of all hosts as one healing gang, led by the first host."""
+    """The job of a healing run on several hosts: a single gang, led by the first host."""
 
     gang: Gang
     others: RemoteHosts
@@ -189,7 +189,7 @@ def _rendezvous(plan: Plan, first: str, port: int, address: str) -> NodeRendezvo
 
 @final
 class Follower:
-    """The agent on any host but the first."""
+    """The agent on every host except the first: runs local processes as directed by the first host."""
 
     def __init__(self, launcher: NodeLauncher, plan: Plan, node: Node, connection: AgentConnection) -> None:
         self._launcher, self._plan, self._node, self._connection = launcher, plan, node, connection

@@ -32,7 +32,7 @@ class ProcessError(TypedDict):
 @final
 @dataclass(frozen=True)
 class Ending:
-    """A process's exit code, error and last progress."""
+    """Exit code, error and last progress of a process that has exited."""
 
     role: str
     rank: int

@@ -168,7 +168,7 @@ def _connect_agent(node: Node, port: int, key: RunKey, silence: float, facts: Me
 
 
 def _run_handshake(handshake: Generator[Turn, bytes, MessageSeal], connection: socket.socket) -> MessageSeal:
-    """Perform the I/O for ``handshake``; return its result."""
+    """Send and receive the bytes that ``handshake`` requests, and return the handshake's result."""
     deadline = time.monotonic() + _HANDSHAKE
     turn = next(handshake)
     while True:

@@ -32,7 +32,7 @@ _FULL_BYTES = 64 << 10  # free space below which a process may fail to write its
 
 
 class Process(Protocol):
-    """Interface of a gang's process, local or remote."""
+    """Interface of a process in a gang, which may be local or remote."""
 
     @property
     def sentinel(self) -> int: ...
@@ -171,7 +171,7 @@ class Members:
 
     @property
     def deciding(self) -> Sequence[Member]:
-        """The processes that must complete for the run to complete."""
+        """The processes that must complete for the run to count as completed."""
         return [member for member in self.current if self._is_deciding(member)]
 
     @property
@@ -187,7 +187,7 @@ class Members:
             member.process.terminate()
 
     def kill_processes(self) -> list[Member]:
-        """Kill all live processes; return them."""
+        """Kill all live processes, and return the killed ones."""
         alive = self.list_alive()
         for member in alive:
             member.process.kill()

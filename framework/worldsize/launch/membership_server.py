@@ -69,7 +69,7 @@ class MembershipServer:
         return [*pipes, *returns], seconds or None  # 0: late members were just killed; sentinels report it
 
     def serve_pipe(self, ready: Pipe) -> None:
-        """Read and handle a message from a readable pipe."""
+        """Read a message from a readable pipe, and act on it."""
         if self._others and ready in self._others.returns:
             self._take_in(self._others)
             return
@@ -198,12 +198,12 @@ class Resize:
         return change(min(abs(more), MOST), asked="autoscale")
 
     def describe_job(self) -> JobState:
-        """Describe the job for an autoscaling policy."""
+        """Return the newest step and the number of training processes, for an autoscaling policy."""
         steps = [member.beat.step for member in self._members.list_alive() if member.beat]
         return {"step": max(steps, default=0), "processes": len(self._training())}
 
     def list_processes(self) -> list[ListedProcess]:
-        """Describe each live process."""
+        """Return role, rank, process ID and step of each live process."""
         alive = self._members.list_alive()
         training = self._server.training(alive) if self._server else alive
         listed: list[ListedProcess] = [

@@ -174,7 +174,7 @@ def _run_worker(
     pipe: Pipe | None,
     cluster: Cluster,
 ) -> None:
-    """Run the worker in the forked process."""
+    """Run the worker in this forked process, with output to ``log``, and exit."""
     die_with_parent(parent)
     for number in filter_signals(SIGNALS):
         signal.signal(number, signal.SIG_DFL)

@@ -72,7 +72,7 @@ class RemoteProcess:
 
 @final
 class RemotePipe:
-    """Pipe to a remote process through its host's agent."""
+    """Pipe between the gang and a remote process, relayed by the host's agent."""
 
     def __init__(self, tell: Callable[[Message], None]) -> None:
         self._tell = tell
@@ -92,7 +92,7 @@ class RemotePipe:
         return self._reader.recv_bytes(maxlength)
 
     def deliver_message(self, message: Message) -> None:
-        """Pass a message from the process to the gang."""
+        """Make a message from the process readable for the gang."""
         self._writer.send_bytes(json.dumps(message).encode())
 
 
@@ -128,7 +128,7 @@ class RemoteHost:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the run continues without this host."""
+        """Whether this host was declared lost, so that the run continues without it."""
         return self.lost_at < math.inf
 
     def start_process(self, roles: Mapping[str, Role], role: str, rank: int, starts: int) -> Member:

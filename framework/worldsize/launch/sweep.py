@@ -198,7 +198,7 @@ class _Sweep:
 
 
 def _format_reason(error: Exception) -> str:
-    """Return the reason for a failure in one line."""
+    """Format an error as a one-line reason for a run's failure."""
     return last_error(str(error) or type(error).__name__)
 
 

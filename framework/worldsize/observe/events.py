@@ -69,7 +69,7 @@ def is_event(row: Row) -> bool:
 
 
 def event_rows(path: Path) -> JsonRows:
-    """Read ``events.jsonl``."""
+    """Return the valid rows of ``events.jsonl``; an iterable that counts damaged lines."""
     return JsonRows(path, is_valid=is_event)
 
 
@@ -138,7 +138,7 @@ def alert_for(event: Event) -> Alert | None:
 
 
 def _format_event(event: Event) -> str:
-    """Describe an event in one line, as for its log message."""
+    """Describe an event in one line, for logs."""
     if isinstance(event, Straggling):
         return describe_straggler(event)
     if isinstance(event, BitMismatch):

@@ -142,7 +142,7 @@ class _ListenerProcess:
 
     @property
     def is_behind(self) -> bool:
-        """Whether data is still queued."""
+        """Whether some events have not been written to the pipe yet."""
         return bool(self._unsent)
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ def _run_listener(
     lock: Path | None,
     alerts: Alerts,
 ) -> None:
-    """Pass events to the listener, in the forked process."""
+    """Create the listener in this forked process, and pass received events to it until the run ends."""
     for sender in senders:
         os.close(sender)  # otherwise the exit of the training process would go unnoticed
     os.nice(_NICENESS)  # inherited by its child processes

@@ -81,14 +81,14 @@ class UnitTimes:
 
     @contextmanager
     def measure_data_wait(self) -> Iterator[None]:
-        """Count time in this context as waiting for data."""
+        """Count the time in this block as data wait."""
         begun = time.perf_counter()
         yield
         self._data += time.perf_counter() - begun
 
     @contextmanager
     def measured(self, step: int) -> Iterator[None]:
-        """Count time in this context as computing a unit of ``step``."""
+        """Count the time in this block as computing a unit of ``step``."""
         if self._last < 0:
             self._timing.drop_later_lines(step - 1)
             self._last, self._since = step - 1, time.perf_counter() - self._data

@@ -149,7 +149,7 @@ def render_screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> 
 
 
 def describe_damage(watched: Watched) -> str:
-    """Describe the number of unreadable lines."""
+    """Format the number of unreadable lines, for display."""
     return f"skipped {watched.damaged} damaged lines in the run's files"
 
 

@@ -183,7 +183,7 @@ class PayloadSweep:
                 refused[name] = str(error)
 
     def render_sweep(self) -> Iterator[Table | str]:
-        """Yield a table, and a sentence per strategy."""
+        """Yield a table of efficiencies by payload, and a sentence with each strategy's limit."""
         if not self.limits:
             return
         table = Table("payload", *self._swept, title="efficiency by parameter size")

@@ -52,7 +52,7 @@ def read_links(file: Path) -> dict[str, Link]:
 
 @final
 class Predictor:
-    """Predicts any number of runs; measurements are cached."""
+    """Predicts the step time and memory of runs, and caches measurements between runs."""
 
     def __init__(self, given: Given) -> None:
         self.given = given
@@ -72,7 +72,7 @@ class Predictor:
         return replace(settings.cluster, links={**settings.cluster.links, **measured, **network})
 
     def forecast(self, settings: Settings) -> Forecast:
-        """Predict a step of the run.
+        """Predict time and memory of one training step of the run.
 
         Raises:
             ConfigError: the strategy cannot train the recipe, or lacks a cost model.

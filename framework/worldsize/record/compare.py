@@ -54,7 +54,7 @@ class Comparison:
     missing: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
-        """Convert the comparison to plain values for JSON."""
+        """Return the comparison as plain values, for JSON."""
         return asdict(self)
 
 

@@ -101,7 +101,7 @@ def _check_file(name: str, digest: str | None) -> None:
 @final
 @dataclass(frozen=True)
 class Container:
-    """A container image, and the engine to open it with."""
+    """A container image, and the engine that runs it."""
 
     engine: str
     image: ContainerImage

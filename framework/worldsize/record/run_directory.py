@@ -67,7 +67,7 @@ class RunDirectory:
         return _get_rank_folder(self.path / "logs", rank) / f"{role}_{rank:05d}.log"
 
     def get_error_file(self, role: str, rank: int) -> Path:
-        """Return the file for the error of a failed process."""
+        """Return the file in which a process writes its error before it exits."""
         return _get_rank_folder(self.path / "logs", rank) / f"{role}_{rank:05d}.error.json"
 
     def get_hang_file(self, attempt: int) -> Path:

@@ -61,7 +61,7 @@ _RESERVED_BYTES = 64 << 10  # for a new manifest and result, written before the 
 @final
 @dataclass(frozen=True)
 class RunView:
-    """A read-only view of a run's record."""
+    """Read-only view of a run's record, with properties derived from the manifest."""
 
     directory: RunDirectory
     manifest: Manifest

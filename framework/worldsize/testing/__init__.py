@@ -12,7 +12,7 @@ __all__ = ["PortConfig", "compose_recipe", "same_losses"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import and return a name in ``__all__``."""
+    """Import a name in ``__all__`` on first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from worldsize.testing import port

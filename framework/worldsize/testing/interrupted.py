@@ -27,7 +27,7 @@ POINTS = (*_IN_PASSES, "step:reduced", "before the update")
 
 
 class StepInterruptedError(Exception):
-    """Raised to interrupt a step."""
+    """Raised by :class:`FailurePoint` to interrupt a step."""
 
 
 class Counting(nn.Module):
@@ -144,11 +144,11 @@ class Remembered(Loop):
     averages: dict[int, float] = field(default_factory=dict, compare=False)
 
     def state(self, logical_rank: int) -> Mapping[str, float]:
-        """Return the average of a logical rank."""
+        """Return the moving average of a logical rank."""
         return {"average": self.averages.get(logical_rank, 0.0)}
 
     def load_state(self, logical_rank: int, state: Mapping[str, float]) -> None:
-        """Set the average of a logical rank."""
+        """Set the moving average of a logical rank."""
         self.averages[logical_rank] = state["average"]
 
     def micro_batch_loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -158,7 +158,7 @@ class Remembered(Loop):
         return self.loss(model, batch.data) * (1 + average)
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
-        """Shard both layers."""
+        """Shard both layers for tensor parallelism."""
         return {"0": "column", "2": "row"}
 
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:

@@ -17,7 +17,7 @@ from worldsize.testing.loops import Case, Loop
 
 
 def _is_odd(batch: Any) -> bool:
-    """Return True for about half of all micro-batches."""
+    """Return a pseudo-random choice that depends on the data: True for about half of all micro-batches."""
     return int((batch[0].sum() * 1000).abs()) % 2 == 1
 
 

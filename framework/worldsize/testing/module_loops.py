@@ -15,7 +15,7 @@ from worldsize.testing.loops import Case, Loop
 
 
 class Head(nn.Module):
-    """A body and a head that a loss may call separately."""
+    """Module with a body and a head, which a loss may call separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class Penalty(Loop):
 
 @dataclass(frozen=True)
 class BlockPenalty(Penalty):
-    """Uses the penalized submodules as blocks."""
+    """Like :class:`Penalty`, with the penalized submodules as blocks."""
 
     def blocks(self, model: Any) -> Sequence[nn.Module]:
         return [model.body, model.head]
 
 
 class Temperature(nn.Module):
-    """Has zero-dimensional parameters, and one with a single element."""
+    """Module with zero-dimensional parameters and a one-element parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class TiedBlocks(TiedWeights):
 
 
 class Repeated(nn.Module):
-    """Calls one of its submodules three times."""
+    """Module that calls a submodule three times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Adversarial(Loop):
 
 
 class Spectrum(nn.Module):
-    """Has a complex parameter."""
+    """Module with a complex parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Complex(Loop):
 
 
 class Uncopied(nn.Module):
-    """Holds an object that cannot be copied, such as a lock."""
+    """Module with an attribute that cannot be deep-copied, such as a lock."""
 
     def __init__(self) -> None:
         super().__init__()

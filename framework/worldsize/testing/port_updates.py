@@ -42,7 +42,7 @@ class _Update:
 
     @property
     def differs(self) -> bool:
-        """Whether the two updates differ."""
+        """Whether the recipe's and the reference's update differ by more than rounding."""
         return _compute_norm(self.ours - self.theirs) > _SAME * max(
             _compute_norm(self.ours), _compute_norm(self.theirs)
         )

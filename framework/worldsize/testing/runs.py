@@ -31,7 +31,7 @@ class CompletedRun:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of the last evaluation."""
+        """Metrics of the run's last evaluation, by name."""
         metrics: dict[str, float] = self.result["metrics"]
         return metrics
 

@@ -232,7 +232,7 @@ class TrustRatio(Optimizer):
 
 @dataclass(frozen=True)
 class Optimized(Loop):
-    """Creates its optimizer with ``make``."""
+    """Trains with the optimizer that ``make`` creates."""
 
     make: Callable[[nn.Module], Optimizer] = lambda model: SGD(model.parameters(), lr=0.1)
 

@@ -127,7 +127,7 @@ class _UnitTiming(StepTiming):
         return UnitTimes(Timing(self._run, rank=self._world.rank), self._world.device, every=self._every)
 
     def time_data_wait(self) -> AbstractContextManager[None]:
-        """Time the wait for data in this block."""
+        """Return a context that times a wait for data."""
         return self._times.measure_data_wait() if self._times else nullcontext()
 
     def measured(self, step: int) -> AbstractContextManager[None]:
@@ -207,7 +207,7 @@ class ProcessResources:
 
     @cached_property
     def evaluation(self) -> EvaluationData:
-        """The evaluation data."""
+        """Loader of the evaluation data, created on first use."""
         return EvaluationData(self.settings.recipe, self.settings.training, self.settings.evaluation.batches)
 
     def build_datasets(self, world: World) -> None:
@@ -239,7 +239,7 @@ class ProcessResources:
         return self._beats
 
     def log_run(self) -> None:
-        """Add the listeners of the whole run, once."""
+        """Add the listeners of the whole run, such as loggers; later calls do nothing."""
         if not self._logs_run:
             self.listeners += global_listeners(self.settings, self.run, self.preemption)
         self._logs_run = True

@@ -52,7 +52,7 @@ class EvaluationData:
         )
 
     def first_batch(self, split: str, part: World) -> Iterator[EvaluationBatch]:
-        """Yield this process's first batch."""
+        """Yield only this process's first batch of ``split``."""
         return islice(self.load_batches(split, 0, part), 1)
 
     def is_stream(self, split: str) -> bool:

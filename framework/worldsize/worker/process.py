@@ -292,7 +292,7 @@ def _run_healing_member(
 
 
 def _examine_cluster(settings: Settings, run: RunDirectory, placement: Placement) -> int:
-    """Join the run as usual, but measure instead of training."""
+    """Join the run like a training process, but measure the cluster's links instead of training."""
     Preemption([])  # without handlers, so that signals end the examination
     introduce(placement, settings.cluster, run.findings)
     _enable_nccl_log(settings.cluster.backend, run, placement)

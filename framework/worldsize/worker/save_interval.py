@@ -176,7 +176,7 @@ class _SaveCosts:
         self._is_warm = False  # whether the first step, which is slower than others, has ended
 
     def restore_costs(self, save_seconds: float, step_seconds: float) -> None:
-        """Start with the measurements of an earlier attempt."""
+        """Use the measurements of an earlier attempt as initial values."""
         if save_seconds:
             self._saves.append(save_seconds)
         self.step_seconds = step_seconds
@@ -211,7 +211,7 @@ class _SaveCosts:
         self._saves.append(self._clock() - began)
 
     def end_interval(self) -> None:
-        """Use the steps since the last save as the new baseline."""
+        """Use the steps since the last save as the baseline for the next interval."""
         if self._quiet.number:
             self.step_seconds = self._quiet.compute_mean()
             self._quiet = _Steps()

@@ -202,7 +202,7 @@ def leave_hangups() -> None:
 
 
 def _ignore_signal(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by doing nothing."""
+    """Do nothing; a signal handler."""
 
 
 @final

@@ -71,7 +71,7 @@ class HealthProcess:
 
 
 def _run_sampler(run: RunDirectory, limits: HealthLimits, node: int, root: int, parent: int) -> None:
-    """Sample until this process receives SIGTERM."""
+    """Sample this node's health, and on the first node forward alerts, until SIGTERM."""
     die_with_parent(parent)
     gc.freeze()  # otherwise garbage collection would copy the memory shared with the parent
     for number in SIGNALS:  # the launching process ends this process by SIGTERM
@@ -173,7 +173,7 @@ class HealthAlerts:
         self._raised: set[_Key] = set()
 
     def find_new_alerts(self, row: HealthRow) -> list[NodeAlert]:
-        """Return new alerts for the node's next sample."""
+        """Return the alerts that are newly raised by the node's next sample, ``row``."""
         beyond = {
             (each.what, each.gpu if each.rank is None else each.rank): each for each in self._check_limits(row, 1.0)
         }

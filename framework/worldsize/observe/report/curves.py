@@ -98,7 +98,7 @@ def is_wide(values: Numbers) -> bool:
 
 
 def run_curves(record: Record) -> list[Chart]:
-    """Draw a run's charts of learning and speed."""
+    """Draw a run's charts of loss, metrics, throughput, learning rate, MFU and gradient norm."""
     return [
         *common_curves({"": record}),
         *draw_lines("Learning rate", [create_curve("", record.steps, "lr")]),
@@ -169,7 +169,7 @@ class Sweep:
 
     @property
     def metrics(self) -> list[str]:
-        """Sorted names of metrics that any run has."""
+        """Names of all metrics that occur in any run, sorted."""
         return sorted({name for record in self.runs.values() for name in record.metrics})
 
 

@@ -49,7 +49,7 @@ def _render_folders(folders: Sequence[Path]) -> str:
 
 
 def run_page(record: Record) -> str:
-    """Render one run as HTML."""
+    """Render the report page of one run as HTML."""
     return _render_template(
         "run.html.j2",
         run=record,
@@ -132,7 +132,7 @@ def format_command(record: Record) -> str:
 
 
 def collect_summary(record: Record) -> list[tuple[str, str]]:
-    """List the most important results with their names."""
+    """List the run's main results as (name, text)."""
     results, last = record.results, record.steps[-1] if record.steps else {}
     goodput = results.get("goodput") or {}
     rows = [(format_display_name(name), format_figure(value)) for name, value in record.metrics.items()]

@@ -78,7 +78,7 @@ class Record:
 
     @property
     def stragglers(self) -> list[Line]:
-        """Events that report a slow worker at a step."""
+        """Straggler events that name a worker and a step."""
         return [each for each in self.events if each["event"] == "straggling"]
 
     @property

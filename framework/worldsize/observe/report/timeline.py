@@ -44,7 +44,7 @@ class Mark:
 @final
 @dataclass(frozen=True)
 class Timeline:
-    """Attempts and marks of a run over its ``seconds``."""
+    """The attempts and marks of a run; ``seconds`` is the run's duration."""
 
     seconds: float
     bars: tuple[Bar, ...]

@@ -42,7 +42,7 @@ def read_facts(folder: Path, name: str) -> Facts:
 
 @dataclass(frozen=True)
 class Findings:
-    """All findings about a cluster."""
+    """Facts collected about a cluster: hosts, connections, ranks and links."""
 
     nodes: int  # expected number of nodes
     hosts: Mapping[int, Facts]  # by node

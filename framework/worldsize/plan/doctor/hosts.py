@@ -30,7 +30,7 @@ _REMEDIES = {
 
 
 def compare_hosts(findings: Findings) -> Iterator[Check]:
-    """Compare each host's facts with those of the first host."""
+    """Check that software, code and data on each host match the first host."""
     if (first := findings.first) is None:
         return
     for name, value in {**first["must_match"], **first["should_match"]}.items():
@@ -44,7 +44,7 @@ def compare_hosts(findings: Findings) -> Iterator[Check]:
 
 
 def _versions(facts: Facts, first: Facts, name: str) -> str:
-    """List the packages that differ."""
+    """List up to five packages that differ, with both versions; empty unless ``name`` is "packages"."""
     if name != "packages":
         return ""
     here, there = facts["versions"], first["versions"]
@@ -54,7 +54,7 @@ def _versions(facts: Facts, first: Facts, name: str) -> str:
 
 
 def check_data_files(findings: Findings) -> Iterator[Check]:
-    """Check the files read by the recipe."""
+    """Check that each host can read the recipe's data files."""
     for facts in findings.hosts.values():
         problems = facts["data"]
         if not problems:

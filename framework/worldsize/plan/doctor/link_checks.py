@@ -71,7 +71,7 @@ def check_links(findings: Findings, cluster: Cluster) -> Iterator[Check]:
 @final
 @dataclass(frozen=True)
 class _Tier:
-    """Checks the links of one tier."""
+    """Checks of the links in one tier of the cluster."""
 
     name: str
     findings: Findings
@@ -133,13 +133,13 @@ class _Tier:
         return f"Check the cable, the switch port and other traffic (ethtool).{another}"
 
     def _format_interfaces(self, nodes: Sequence[int]) -> str:
-        """Describe the interfaces that were used."""
+        """Format the network interfaces used by ``nodes``, for a message; empty within a node."""
         used = [name for node in nodes if (name := _interface(self.findings, node))]
         return f" over {', '.join(dict.fromkeys(used))}" if self.name not in INSIDE and used else ""
 
 
 def _group_by_node(links: Measured) -> dict[int, dict[tuple[int, int], Link]]:
-    """Return the links of each node, sorted by node."""
+    """Group links by node, sorted; a link belongs to both its nodes."""
     nodes = sorted({node for ends in links for node in ends})
     own: dict[int, dict[tuple[int, int], Link]] = {node: {} for node in nodes}
     for ends, link in links.items():

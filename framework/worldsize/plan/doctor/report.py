@@ -29,7 +29,7 @@ class Check:
 
     @property
     def mark(self) -> str:
-        """Symbol for the outcome, in rich's markup."""
+        """Colored symbol for the outcome, in rich markup."""
         if not self.ok:
             return "[red]✗[/]"
         return "[yellow]![/]" if self.remedy else "[green]✓[/]"

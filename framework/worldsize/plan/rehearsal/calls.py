@@ -98,11 +98,11 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.waits: dict[int, int] = {}
         """Number of calls made before the rank first waited for a call, by that call's number."""
         self.step = 0
-        """The step of subsequent calls."""
+        """Step to record for subsequent calls."""
         self.phase: Phase = "building"
-        """The phase of subsequent calls."""
+        """Phase of the run to record for subsequent calls."""
         self.message_recorder = MessageRecorder(received or SentMessages())
-        """The small tensors that this rank sends and receives."""
+        """Recorder of the small tensors that this rank sends and receives."""
         self._groups: dict[ProcessGroup, Group] = {}
         self._pending = PendingCalls()
         self._watching = ExitStack()

@@ -195,23 +195,23 @@ class StorageLog:
                     self._labels.setdefault(number, part)
 
     def begin_training(self) -> None:
-        """Mark the end of building the replica."""
+        """Mark the start of training, after the replica was built."""
         self._built = len(self._changes)
 
     def begin_evaluation(self) -> None:
-        """Mark the end of training; later calls are ignored."""
+        """Mark the start of evaluation, after training; later calls are ignored."""
         self._trained = self._trained or len(self._changes)
 
     def building_peak(self) -> Peak:
-        """Return the peak while building the replica."""
+        """Return the peak memory while building the replica."""
         return self._compute_peak(self._changes[: self._built], after=0)
 
     def compute_training_peak(self) -> Peak:
-        """Return the peak during training."""
+        """Return the peak memory during training."""
         return self._compute_peak(self._changes[: self._trained], after=self._built)
 
     def evaluation_peak(self) -> Peak | None:
-        """Return the peak during evaluation, or None without one."""
+        """Return the peak memory during evaluation, or None without an evaluation."""
         return None if self._trained is None else self._compute_peak(self._changes, after=self._trained)
 
     def _compute_peak(self, changes: Sequence[tuple[int, int]], after: int) -> Peak:
@@ -235,7 +235,7 @@ class FakeTensors:
 
     @contextmanager
     def create_fakes(self) -> Iterator[None]:
-        """Create fake tensors within the context."""
+        """Make torch create fake tensors in this block."""
         with self.mode, _Numbers():  # type: ignore[no-untyped-call]
             yield
 

@@ -101,7 +101,7 @@ class RehearsedPart:
 @final
 @dataclass(frozen=True)
 class Recorders:
-    """The recorders of a rehearsed rank."""
+    """Recorders for the calls and the memory of a rehearsed rank."""
 
     calls: CallRecorder
     memory: MemoryRecorder

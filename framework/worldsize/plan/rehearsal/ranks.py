@@ -117,7 +117,7 @@ class _Running:
 
 
 def _rehearse_once(ranks: Sequence[int], work: Callable[[int], Rehearsed], longest: float) -> Iterator[Rehearsed]:
-    """Yield the rehearsal of each of ``ranks`` as it finishes."""
+    """Rehearse ``ranks`` in parallel processes; yield each result as it finishes."""
     at_once, todo = len(os.sched_getaffinity(0)), list(reversed(ranks))
     running: dict[Connection, _Running] = {}
     with ready_to_fork():
