@@ -74,7 +74,7 @@ WAYS = {"no saves": _nothing, "worldsize": _worldsize, "torch.save on rank 0": _
 
 
 def measure(world: World, root: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the seconds of all steps, and the seconds that the save blocked, per round, by way of saving.
+    """Return, by way of saving, (seconds of all steps, seconds blocked by the save) of each round.
 
     The ways alternate in one process, since two identical processes differ by more than the cost of a save.
     """

@@ -62,7 +62,7 @@ def peer(script: str, processes: int, steps: int) -> Figures:
 
 
 def ours(processes: int, steps: int, logger: str = "wandb") -> Figures:
-    """Run the same model under worldsize; ``logger="wandb"`` logs to an offline wandb run, too."""
+    """Train the same model with worldsize; ``logger="wandb"`` logs to an offline wandb run."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         begun = time.time()
@@ -93,7 +93,7 @@ def _mean_step(lines: Sequence[dict[str, Any]], processes: int) -> float:
 
 
 def alternately(contenders: dict[str, Callable[[], Figures]], rounds: int) -> dict[str, Figures]:
-    """Return each contender's medians over rounds. Each round runs all contenders, to share any drift."""
+    """Return each contender's medians over rounds; contenders take turns, so that drift affects them equally."""
     figures_of: dict[str, list[Figures]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name, contender in contenders.items():

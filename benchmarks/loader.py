@@ -96,7 +96,7 @@ def processor_time(which: str, kind: type[Rows], path: Path, batches: int = 600)
 
 
 def row(kind: type[Rows], path: Path, workers: int, rounds: int, seconds: float) -> list[str]:
-    """Return the cells of one comparison: medians over rounds, and medians of the ratios within a round."""
+    """Return the table cells of one comparison: medians over rounds, and medians of ratios within rounds."""
     pairs = []
     for number in range(rounds):
         turns = list(LOADERS)[:: 1 if number % 2 else -1]

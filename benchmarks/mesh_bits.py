@@ -204,7 +204,7 @@ def show_tokens(steps: int) -> None:
 
 
 def _step_by_hand(recipe: StdlibLM, world: World) -> Callable[[Split], None]:
-    """Return a step of DDP whose ranks have one chunk of each sequence and gather keys and values in each layer."""
+    """Return a hand-written DDP step: ranks have one chunk per sequence, and gather keys and values in each layer."""
     torch.manual_seed(5)
     model = DistributedDataParallel(recipe.model()) if world.size > 1 else recipe.model()
     optimizer = recipe.optimizer(model)
@@ -234,7 +234,7 @@ def _step_by_hand(recipe: StdlibLM, world: World) -> Callable[[Split], None]:
 
 
 def _time_context(length: int, steps: int, loops: Sequence[str], world: World) -> list[tuple[float, float]]:
-    """Return the median seconds and the peak memory in MB of a step of each of ``loops``; steps alternate."""
+    """Return the median seconds and peak memory in MB per step, for each of ``loops``; steps alternate."""
     optimizer = partial(torch.optim.AdamW, lr=0.001)
     recipe = StdlibLM(256, 4, 8, length, 0.0, test_bytes=1000, make_optimizer=optimizer)
     rows = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(1))

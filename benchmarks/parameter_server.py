@@ -346,7 +346,7 @@ def _timed(contender: Callable[[], Any], seconds: float, sender: Any) -> None:
 
 
 def alternately(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return each contender's median seconds; each of ``rounds`` measures every contender once."""
+    """Return each contender's median seconds over ``rounds``, in which contenders take turns."""
     times_of: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name, contender in contenders.items():

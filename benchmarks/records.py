@@ -77,7 +77,7 @@ def write_run(folder: Path, steps: int) -> None:
 
 
 def measure(folder: Path, *words: str) -> None:
-    """Run a worldsize command in ``folder``, and print its CPU seconds, seconds and peak memory."""
+    """Run a worldsize command in ``folder``; print CPU seconds, elapsed seconds and peak memory."""
     begun = time.monotonic()
     with subprocess.Popen(
         [sys.executable, "-m", "worldsize", *words], cwd=folder, stdout=subprocess.DEVNULL

@@ -117,7 +117,7 @@ SEVEN_BILLION = (
 
 
 def begun(settings: Settings) -> tuple[float, float, int, int, int]:
-    """Create a rank's replica; return CPU and wall seconds, bytes of shards and largest parameter, memory growth."""
+    """Create a rank's replica; return CPU and wall seconds, and bytes: shards, largest parameter, memory growth."""
     cpu, wall, before = time.process_time(), time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with world_seen_by(3, settings, torch.device("cpu")) as world:
         replica = settings.strategy.replica(settings.recipe, RunContext(world))

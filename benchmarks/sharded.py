@@ -83,7 +83,7 @@ def held(model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def added(strategy: Strategy, world: World) -> tuple[int, int]:
-    """Return the bytes of training state after a few steps, and the growth of this process in bytes."""
+    """Train a few steps; return the bytes of training state, and the growth of this process's memory in bytes."""
     before, source = resident(), batches()
     replica = strategy.replica(RECIPE, RunContext(world))
     assert isinstance(replica, SynchronousReplica)
@@ -178,7 +178,10 @@ def made_whole(world: World) -> object:
 
 
 def begun(make: Callable[[World], object], limit_mb: int, world: World) -> tuple[int, float, int]:
-    """Return peak growth in bytes, seconds, and bytes of shards; (-1, 0, -1) if ``limit_mb`` was exceeded."""
+    """Build a model with ``make``; return the memory growth (peak), seconds and shards in bytes.
+
+    Returns (-1, 0, -1) if ``limit_mb`` was exceeded.
+    """
     fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (world.size,)))  # warm up imports
     if limit_mb:
         resource.setrlimit(resource.RLIMIT_DATA, (figure("VmData") + limit_mb * 10**6,) * 2)

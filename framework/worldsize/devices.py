@@ -92,7 +92,7 @@ def backend_for(backend: str, kind: str) -> str:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether ``device`` runs asynchronously to the host, so that the host must wait for results."""
+    """Return whether ``device`` computes asynchronously, so that the host must wait for results."""
     return device.type not in ("cpu", "meta")
 
 
@@ -122,7 +122,7 @@ def synchronize_stream(device: torch.device) -> None:
 def record_queued_work(device: torch.device) -> Callable[[], None]:
     """Return a function that waits for the work queued so far on this thread's stream; any thread may call it.
 
-    On devices other than CUDA, :func:`record_queued_work` itself waits, and for all work on ``device``.
+    On devices other than CUDA, this function itself waits at once, for all work on ``device``.
     """
     import torch
 

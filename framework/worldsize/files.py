@@ -54,7 +54,7 @@ def read_regular(path: Path, *, at_most: int) -> bytes:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file durably and atomically; an existing file or link at ``path`` is replaced.
+    """Write a file durably and atomically, replacing an existing file or link at ``path``.
 
     Raises:
         OSError: the folder cannot be written.

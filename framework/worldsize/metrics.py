@@ -127,7 +127,7 @@ def _group_by_part(states: Mapping[int, Mapping[str, Tensor]]) -> dict[str, dict
 
 
 def _merge_local_states(reduction: StateReduction, by_index: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    """Merge states locally, to send only one, if the reduction is order-independent (unlike float sums)."""
+    """Merge this process's states into one before sending, unless the order matters, as for float sums."""
     parts = list(by_index.values())
     if reduction == "cat" or (reduction == "sum" and any(part.is_floating_point() for part in parts)):
         return by_index

@@ -139,6 +139,6 @@ class _Moved(ModuleType):
 
 
 def register() -> None:
-    """Make the old names importable; a new module is imported when its old name is first used."""
+    """Make the old module names importable; the new module is imported when the old name is first used."""
     for path in MOVED:
         sys.modules.setdefault(path, _Moved(path))

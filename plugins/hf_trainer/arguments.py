@@ -174,7 +174,7 @@ def _compute_batch(arguments: Any, run: RunValues) -> Mapping[str, Any]:
 
 
 def _choose_logical_ranks(least: int, run: RunValues, devices: int = 1) -> int | None:
-    """Return the run's logical ranks, or ``least`` if their micro-batches would be too large."""
+    """Return the run's number of logical ranks, or ``least`` if micro-batches would be too large."""
     if run.logical_ranks is None:
         return None if least == devices else least
     return max(least, run.logical_ranks)

@@ -186,7 +186,7 @@ class ManualSchedule(ModuleSchedule):
         """Do nothing after an update: the module advances its schedule itself."""
 
     def advance_to_count(self, step: int, count: int) -> None:
-        """Advance for the ``count``-th time in ``step``, unless a different micro-batch already did."""
+        """Advance the schedule for the ``count``-th time in ``step``, unless a different micro-batch already has."""
         self._start_step(step)
         if self._before + count > self._steps and self._ended != step:
             self._steps += 1

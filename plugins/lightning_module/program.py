@@ -64,7 +64,7 @@ class LightningProgram:
 
     @cached_property
     def _sources(self) -> tuple[Any, Any]:
-        """The data module, and a module that is never trained, both after ``prepare_data`` and ``setup``."""
+        """The data module and an untrained module, after ``prepare_data`` and ``setup``, to get DataLoaders from."""
         with use_seed(self.run.seed):
             datamodule = build_component(
                 self.make_datamodule, self.datamodule_args, key="recipe.datamodule", base="LightningDataModule"
@@ -175,7 +175,7 @@ def _build_module(program: LightningProgram) -> Any:
 
 
 def _transfers(datamodule: Any, module: Any) -> dict[str, Any]:
-    """Return the owner of each overridden batch-transfer hook: the data module first, else the module."""
+    """Return the owner of each overridden batch-transfer hook: the data module, or else the module."""
     owners = [each for each in (datamodule, module) if each is not None]
     changing = {name: [owner for owner in owners if _overrides(owner, name)] for name in _TRANSFERS}
     return {name: own[0] for name, own in changing.items() if own}

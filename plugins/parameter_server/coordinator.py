@@ -103,7 +103,7 @@ class Coordinator(Replica):
         return norm, float(clip_factor(norm, self._numerics.norm_limit))
 
     def _compute_norm(self) -> Tensor:
-        """Return the norm of the mean gradient, a scalar, from each parameter's in model order."""
+        """Return the norm of the mean gradient, a scalar, computed from parameter norms in model order."""
         pieces = self._shards.collect_norms()
         names = [name for name, _ in self._train_state.model.named_parameters() if name in pieces]
         norms = [torch.tensor(pieces[name]) for name in names]

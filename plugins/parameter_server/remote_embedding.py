@@ -200,7 +200,7 @@ class TableLinks:
         return rows_nd, min(clocks, default=0)
 
     def push_row_gradients(self, gradients: Sequence[RowGradients], *, step: int, width: int, node: int) -> None:
-        """Push each table's gradients to all servers, even without rows, so that all can count steps."""
+        """Push each table's gradients to all servers, even servers without rows, so that all can count steps."""
         part = {"step": step, "width": width, "node": node}
         for number, (table, (ids_n, gradients_nd)) in enumerate(zip(self._tables, gradients, strict=True)):
             if len(self.links) == 1:
@@ -240,7 +240,7 @@ class RowCache:
         self.read = self.missed = 0
 
     def get(self, ids_n: Tensor, clock: int) -> tuple[Tensor, Tensor]:
-        """Return rows ``ids_n``, float32 (n, dim), and which are missing or too old, bool (n,)."""
+        """Return rows ``ids_n``, float32 (n, dim), and a mask of missing or outdated rows, bool (n,)."""
         slots_n = ids_n % len(self._ids)
         missing_n = (self._ids[slots_n] != ids_n) | (self._clocks[slots_n] < clock)
         self.read += len(ids_n)

@@ -156,7 +156,7 @@ class Rows:
         return rows_nd
 
     def push(self, ids_n: Tensor, gradients_nd: Tensor, share: float = 1.0) -> None:
-        """Update unique rows ``ids_n`` (n,) by gradients (n, dim) at ``share`` × the learning rate.
+        """Update unique rows ``ids_n`` (n,) with gradients (n, dim) at ``share`` × the learning rate.
 
         Gradients of rows that are not stored are dropped.
         """

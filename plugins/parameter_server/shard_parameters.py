@@ -72,7 +72,7 @@ class ShardParameters:
     def apply_gradient(
         self, index: int, gradient: Gradient, share: float = 1.0, *, present: Tensor | None = None
     ) -> None:
-        """Update a bucket or table by its gradient, with ``share`` of the learning rate.
+        """Update a bucket or table with a gradient, at ``share`` × the learning rate.
 
         ``present``: which pieces of the bucket have a gradient, bool (pieces,). None if all have one.
         """
@@ -240,7 +240,7 @@ class BucketOptimizer:
                 owner.state[parameter] = {key: _slice_state(value, piece) for key, value in state.items()}
 
     def step(self, gradients: Sequence[Tensor | None], share: float) -> None:
-        """Update the pieces by gradients of their shapes, with ``share`` of the learning rate.
+        """Update the pieces with gradients of their shapes, at ``share`` × the learning rate.
 
         None for a piece leaves it unchanged.
         """

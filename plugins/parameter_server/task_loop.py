@@ -131,7 +131,7 @@ class WorkerHeartbeat:
 def evaluate_part(
     recipe: Recipe, model: nn.Module, context: RunContext, task: Mapping[str, Any], streams: LayerStreams
 ) -> dict[str, Any]:
-    """Evaluate the split's part assigned by ``task``; return the fields of the message TICK.
+    """Evaluate the part of a split assigned by ``task``; return the fields of the message TICK.
 
     Args:
         recipe: The recipe that evaluates a batch.

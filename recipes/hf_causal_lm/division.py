@@ -63,7 +63,7 @@ def _find_tied_embeddings(model: Any) -> list[str]:
 
 
 def _find_undivided(model: nn.Module, plan: Mapping[str, TensorStyle]) -> Iterator[str]:
-    """Yield the parameters in the parents of column layers that ``plan`` does not divide, such as norms of heads."""
+    """Yield undivided parameters next to column-parallel layers, such as norms of attention heads."""
     for parent in dict.fromkeys(name.rpartition(".")[0] for name, style in plan.items() if style == "column"):
         for name, _ in model.get_submodule(parent).named_parameters(prefix=parent):
             if name.rpartition(".")[0] not in plan:

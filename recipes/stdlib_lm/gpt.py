@@ -85,7 +85,7 @@ class Block(nn.Module):
         return hidden_btw + self._apply_dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden_btw)))))
 
     def _compute_attention(self, hidden_btw: Tensor) -> Tensor:
-        """Compute attention over the heads of this rank: a part of all under tensor parallelism."""
+        """Compute attention over this rank's heads, which are a subset under tensor parallelism."""
         batch, time, _ = hidden_btw.shape
         positions_t = sequence_positions(hidden_btw)
         rotation = (self.get_buffer("cosine")[positions_t], self.get_buffer("sine")[positions_t])

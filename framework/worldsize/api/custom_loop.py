@@ -152,7 +152,7 @@ def sample_batches(
     workers: int = 0,
     collate: Collate = default_collate,
 ) -> Iterator[list[MicroBatch]]:
-    """Yield this process's input of ``Replica.step`` for each step after ``first``, endlessly.
+    """Yield this process's input to ``Replica.step``, for each step after ``first``, without end.
 
     Samples have the same order as in a run with the same seed and batch size, and default shuffling.
 
@@ -177,7 +177,7 @@ def sample_batches(
 
 
 def micro_batches(batches: Mapping[int, Batch], context: RunContext, step: int) -> list[MicroBatch]:
-    """Return the input of ``Replica.step``, given the batch of each local logical rank; ``step`` counts from 1.
+    """Return the input to ``Replica.step``, given the batch of each local logical rank; ``step`` counts from 1.
 
     A micro-batch's seed depends on the run's seed, the step and the logical rank, but not on the process.
 

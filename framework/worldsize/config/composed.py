@@ -157,7 +157,7 @@ def _select_length(cfg: DictConfig) -> DictConfig:
 
 
 def collect_lengths(cfg: DictConfig) -> dict[str, Length]:
-    """Return the lengths to convert to steps, by the key that receives the number of steps."""
+    """Return the lengths to convert to steps, by the configuration key to set to the number of steps."""
     lengths = dict(find_lengths(OmegaConf.to_container(cfg.schedule))) if cfg.schedule else {}
     run = {} if cfg.epochs is None else {"steps": Length("epochs", f"{cfg.epochs:g}", float(cfg.epochs), "epoch")}
     return {**run, **lengths}

@@ -202,7 +202,7 @@ def _import_module(target: str, key: str) -> tuple[Any, list[str]]:
 
 
 def _list_own_names(located: Any) -> list[str]:
-    """Return the names that a module defines itself, without imports; all names if it defines none."""
+    """Return the names that a module defines itself, without imported names; all names if it defines none."""
     module = _get_object_name(located)
     own = [
         name

@@ -123,7 +123,7 @@ def cluster_schema(launcher: type) -> type:
 
 @cache
 def launcher_schema(launcher: type) -> type:
-    """Return the schema of ``launcher``: all fields of the dataclass, with cluster options as references."""
+    """Return the schema of ``launcher``: all dataclass fields; cluster options refer to ``cluster``."""
     target = ("_target_", str, field(default=f"{launcher.__module__}.{launcher.__qualname__}"))
     own = [each for each in _list_launcher_fields(launcher) if not each.metadata.get(OF_CLUSTER)]
     of_cluster = [each.name for each in _list_launcher_fields(launcher) if each.metadata.get(OF_CLUSTER)]

@@ -80,7 +80,7 @@ def _list_literals(hint: Any) -> Sequence[str]:
 
 
 def _build_default(option: Field[Any], hint: Any) -> Any:
-    """Return a dataclass field with the default of the key for ``option``, as new plain containers."""
+    """Return a dataclass field with the default of ``option``, copied into plain containers."""
     if (section := _find_section_type(hint)) is not None:
         return field(default_factory=build_section_schema(section))
     key = _find_key_annotation(hint)

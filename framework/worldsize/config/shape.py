@@ -156,7 +156,7 @@ def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
 
 
 def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None) -> None:
-    """Raise ConfigError if ``compile`` is set, but not supported or not bitwise reproducible in this mode.
+    """Raise ConfigError if ``compile`` is set, but is not supported or not bitwise reproducible in this mode.
 
     ``exact``: the reproducibility mode if it guarantees bitwise identical results, otherwise None.
     """
@@ -175,7 +175,7 @@ def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None)
 
 
 def check_slices(numerics: Numerics, strategy: Strategy) -> None:
-    """Raise ConfigError for logical slices or chunks without ordered reductions, or with ``compile``."""
+    """Raise ConfigError if logical slices or chunks are set without ordered reductions, or with ``compile``."""
     for key, parts in (("tensor", "features of a slice"), ("context", "tokens of a chunk")):
         number = getattr(numerics, f"logical_{key}")
         if number == 1:

@@ -124,7 +124,7 @@ def _describe_first_host(place: Node, port: int) -> dict[str, Any] | None:
 
 
 def _interface(cluster: Cluster, place: Node) -> dict[str, Any] | None:
-    """Describe the interfaces used for collectives and for the route to the first host; None with one host."""
+    """Describe the network interfaces for collectives and for reaching the first host; None with one host."""
     if place.count == 1:
         return None
     try:

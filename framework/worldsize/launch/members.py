@@ -195,7 +195,7 @@ class Members:
         return alive
 
     def _is_deciding(self, member: Member) -> bool:
-        """Return whether the run needs the process; False only in a last role with individual restarts."""
+        """Return whether the run needs the process; False only in the last role, if it has individual restarts."""
         return member.role != list(self.roles)[-1] or self.roles[member.role].restart != "individual"
 
     def _heal_process(self, member: Member, *, is_ending: bool) -> None:

@@ -54,7 +54,7 @@ class NodeLauncher(LaunchMethod):
 
     @property
     def requeues(self) -> bool:
-        """Whether a host that loses the first host requeues the run; requires a shared run folder."""
+        """Whether hosts that lose the first host requeue the run; requires a shared run folder."""
         return False
 
     def is_current(self) -> bool:
@@ -102,7 +102,7 @@ class NodeLauncher(LaunchMethod):
 
 @dataclass(frozen=True)
 class NodeRendezvous:
-    """The folder and the store that connect a node's processes to the run's other processes."""
+    """The folder and the store through which a node's processes connect to the run's other processes."""
 
     folder: Path  # private folder for this node's heartbeats and sockets; removed after the attempt
     local_size: int

@@ -206,7 +206,7 @@ def _other_weights(path: object) -> str:
 
 
 def _describe_code(run: RunConfig, clean: Scrubber) -> dict[str, Any]:
-    """Describe the project's commit and patch; ``framework`` is worldsize's commit if that is a separate clone."""
+    """Describe the project's commit and patch; ``framework`` is worldsize's commit, if in a separate clone."""
     code = capture_code(Path.cwd(), exclude=run.root.resolve(), include=run.include)
     patch = clean.scrub_text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
     scrubbed = patch != code.patch

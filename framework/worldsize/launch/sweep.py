@@ -104,7 +104,7 @@ def _check_all(check: Callable[[DictConfig], object], arguments: Sequence[str]) 
 
 @contextmanager
 def _idle_children_ended() -> Iterator[None]:
-    """On exit, kill idle processes that a launcher keeps for further runs; these block SIGTERM."""
+    """On exit, kill idle processes that Hydra's launcher keeps for further runs, and that block SIGTERM."""
     before = set(multiprocessing.active_children())
     try:
         yield

@@ -305,7 +305,7 @@ class RefusalLog:
 
 @final
 class Mailbox(Generic[T]):
-    """Queue from any threads to one thread; ``arrival`` is readable while the queue has items."""
+    """Queue from many threads to one; ``arrival`` is readable while the queue has items."""
 
     def __init__(self) -> None:
         self._items: SimpleQueue[T] = SimpleQueue()

@@ -104,7 +104,7 @@ class Channel:
         self.wait_at_most(seconds)
 
     def send(self, header: Header, payload: Sequence[memoryview] = ()) -> None:
-        """Send a frame with the buffers ``payload``, concatenated, as its payload. Raises LostError."""
+        """Send a frame; its payload is the concatenation of the buffers ``payload``. Raises LostError."""
         heads = memoryview(b"".join((*self._later, header.pack())))
         self._later.clear()
         parts = [part for part in payload if part.nbytes]

@@ -263,7 +263,7 @@ class ConnectionServer:
         return is_gone or self.listener.fileno() < 0
 
     def _await_join(self, number: int, connection: socket.socket) -> None:
-        """Track a connection, by a duplicate descriptor, until it joins; close the oldest above the limit."""
+        """Track a connection (by a duplicate descriptor) until it joins; above the limit, close the oldest one."""
         with self._changing:
             self._joining[number] = connection
             surplus = list(self._joining)[:-_AT_ONCE]

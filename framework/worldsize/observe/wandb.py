@@ -136,7 +136,7 @@ class WandbListener:
 
 
 def _find_directions(config: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:
-    """Return whether lower ("min") or higher ("max") is better, by logged name of an objective."""
+    """Map the logged name of each objective to "min" or "max", whichever is better."""
     keep = (config.get("checkpoint") or {}).get("keep") or {}
     goals = [
         (keep.get("best"), keep.get("direction")),

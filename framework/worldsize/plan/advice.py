@@ -56,7 +56,7 @@ def _private_bytes() -> int:
 
 
 def explain_memory_excess(forecast: Forecast, memory_bytes: float | None, *, processes: int = 1) -> str | None:
-    """Explain why a rank exceeds ``memory_bytes``, or return None; ``processes``: per node."""
+    """Explain why a rank needs more than ``memory_bytes``; None if it does not. ``processes``: number per node."""
     needed = forecast.cost.memory_bytes
     if memory_bytes is None or needed <= memory_bytes:
         return None
@@ -171,7 +171,7 @@ def formula_text(forecasts: Mapping[str, Forecast]) -> str:
 
 
 def links_text(cluster: Cluster, file: Path | None) -> str:
-    """List a cluster's links by tier; ``file``: where they were measured, None if declared."""
+    """Format a cluster's links by tier; ``file``: report with the measured links, None if declared."""
     tiers = {tier: f"{size_text(link.bandwidth)}/s, {1e6 * link.latency:g} µs" for tier, link in cluster.links.items()}
     origin = f"measured, {file}" if file else f"declared by cluster={cluster.name}"
     return f"Links ({origin}): {'; '.join(f'{tier} {text}' for tier, text in tiers.items())}."
@@ -192,7 +192,7 @@ def assumed_precision_text(precision: str, element_bytes: int) -> str:
 
 
 def assumed_link_text(tier: str, link: Link, file: Path) -> str:
-    """Describe the assumed bandwidth of a link; ``file``: its source."""
+    """Explain that a link's bandwidth is an assumption, and how to replace it; ``file``: its source."""
     owner, total = (
         ("node", "the total of a node's NICs") if tier == "network" else ("process", "that between processes of a node")
     )

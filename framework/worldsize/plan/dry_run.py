@@ -72,7 +72,7 @@ _BACKEND = "fake"
 
 @contextmanager
 def world_seen_by(rank: int, shape: RunShape, device: torch.device) -> Iterator[World]:
-    """Open the world of a run as seen by ``rank``, with a fake process group if it has peers."""
+    """Open the world of a run as seen by ``rank``, with a fake process group if the rank has peers."""
     cluster = shape.cluster
     per_node = cluster.processes_per_node
     joins = cluster.processes > 1

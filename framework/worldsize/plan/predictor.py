@@ -113,7 +113,7 @@ class Predictor:
         return times * scale_workload(self._micro_batch(settings), settings.micro_batches).compute_seconds
 
     def workload(self, settings: Settings) -> Workload:
-        """Return the workload of one rank's step, if all training ranks share the batch evenly."""
+        """Return the workload of one rank's step, assuming that all training ranks share the batch evenly."""
         given = self.given
         if given.parameter_bytes is not None:
             size, seconds = given.parameter_bytes, given.compute_seconds or 0.0
@@ -142,7 +142,7 @@ class Predictor:
         return self._measured[key]
 
     def _select_device(self, cluster: Cluster) -> str:
-        """Return the cluster's device type, or "cpu" if it is missing here and the step time is given."""
+        """Return the device type to measure on: the cluster's, or "cpu" if missing here and the step time is given."""
         if cluster.device == "cpu" or device_count(cluster.device):  # counting does not prevent a later fork
             return cluster.device
         if self.given.compute_seconds is None:

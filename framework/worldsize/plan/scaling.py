@@ -27,7 +27,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a study, with ``accumulation`` micro-batches per process, on ``nodes`` nodes."""
+    """One run of a scaling study, with ``accumulation`` micro-batches per process, on ``nodes`` nodes."""
 
     strategy: str
     world_size: int
@@ -52,7 +52,7 @@ class Point:
 
 
 def summarize_timing(ranks: Sequence[Sequence[Mapping[str, float]]]) -> Timed:
-    """Evaluate the lines of ``timing/`` (seconds, by rank) for the steps present on all ranks.
+    """Summarize step times from the lines of ``timing/`` (seconds, by rank), for steps present on all ranks.
 
     A step takes the time of the slowest rank; a phase is the mean over ranks. The first fifth of the steps is skipped.
     """

@@ -228,7 +228,7 @@ def check_out_code(code: Mapping[str, Any], patch: bytes, folder: Path, candidat
 
 
 def _working_directory(folder: Path, name: str) -> Path:
-    """Return a folder in the worktree; raise WorldsizeError if missing or linked from outside."""
+    """Return the folder ``name`` in the worktree; raise WorldsizeError if missing or a link to outside."""
     directory = folder / name
     if not directory.is_dir() or not directory.resolve().is_relative_to(folder.resolve()):
         raise WorldsizeError(
@@ -243,7 +243,7 @@ def remove_worktree(folder: Path) -> None:
 
 
 def _check_code_record(code: Mapping[str, Any]) -> None:
-    """Check that an untrusted manifest neither leaves the worktree nor passes options to git."""
+    """Check that values in an untrusted manifest cannot leave the worktree or act as options of git."""
     folder = PurePosixPath(code["folder"])
     if folder.is_absolute() or ".." in folder.parts:
         raise WorldsizeError(

@@ -46,7 +46,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison; ``missing`` describes items that only one of the runs has."""
+    """The result of comparing two runs; ``missing`` describes items that only one of them has."""
 
     verdict: Verdict
     metrics: tuple[Divergence, ...]

@@ -160,7 +160,7 @@ def rewind_metrics(path: Path, step: int, *, evaluated: bool = True) -> int:
 
 
 def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
-    """Drop the metrics after the run's newest checkpoint, since these steps will be repeated.
+    """Drop metrics of steps after the run's newest checkpoint, since these steps will be repeated.
 
     Returns the number of logged steps up to the checkpoint that are missing from the file, although they should have
     been written before the checkpoint.

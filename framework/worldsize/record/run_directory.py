@@ -59,7 +59,7 @@ class RunDirectory:
         self.control = path / "control"  # address of the launching process's socket for requests
 
     def get_servers_folder(self, attempt: int) -> Path:
-        """Return the folder where servers and clients find each other, private to the run's user."""
+        """Return the private folder for the registry and the keys of the attempt's servers."""
         return self.path / "servers" / f"attempt_{attempt}"
 
     def get_log_file(self, role: str, rank: int) -> Path:

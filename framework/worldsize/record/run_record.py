@@ -207,7 +207,7 @@ class RunRecord:
         return self._own
 
     def adopt(self) -> None:
-        """Sign another user's record from the next write on; call it after this user agreed to run its code."""
+        """Sign another user's record from the next write on; call this after the user has agreed to run the code."""
         self._own = True
 
     def record_resume(self, manifest: Manifest, *, config: str, overrides: str, secrets: Mapping[str, str]) -> None:
@@ -344,7 +344,7 @@ def _update_last_attempt(manifest: Manifest, **facts: Any) -> dict[str, Any]:
 
 
 def _collect_results(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:
-    """Return rank 0's results (after a failure, the exit reason) and the checkpoints' digests."""
+    """Return rank 0's results (after a failure, only the exit reason) and the digests of the checkpoints."""
     from worldsize.checkpoint.format import complete, read_digest
 
     digests = {}

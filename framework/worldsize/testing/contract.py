@@ -144,7 +144,7 @@ class StrategyContract:
         assert_same(resumed.model, straight.model)
 
     def test_its_checkpoint_holds_the_plain_model(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        """Compare saved weights by name with those in memory after 4 steps, at the largest size."""
+        """Compare saved weights by name with the weights in memory after 4 steps, at the largest size."""
         folder, saved = self._save_checkpoints(tmp_path_factory)
         checkpoint = find_newest(folder, ALONE)
         assert checkpoint is not None

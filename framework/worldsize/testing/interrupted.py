@@ -89,7 +89,7 @@ class FailurePoint(FaultPoints):
 def find_interruption_changes(
     strategy: Strategy, context: RunContext, cases: Sequence[tuple[Recipe, int]]
 ) -> list[str]:
-    """Interrupt steps of each (recipe, logical ranks) case; list changed tensors and unreached points.
+    """Interrupt steps of each (recipe, logical ranks) case; return changed tensors and unreached points, as text.
 
     All ranks must call it with the same cases, and own the same number of logical ranks.
     """

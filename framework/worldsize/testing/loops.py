@@ -169,7 +169,7 @@ def _train_cases(
 
 
 def _run_case(strategy: Strategy, case: Case, context: RunContext, logical_ranks: int, *, apart: bool) -> CaseOutcome:
-    """Train ``case`` and return its outcome; re-raise a refusal if ``apart`` or with servers, as others would wait."""
+    """Train ``case`` and return the outcome; re-raise a refusal if ``apart``, since other processes would wait."""
     run = replace(context, numerics=case.numerics, logical_ranks=logical_ranks)
     try:
         trained = train(strategy, run, case.steps, recipe=case.recipe)

@@ -111,7 +111,7 @@ _EXPERTS = 6
 
 @dataclass(frozen=True)
 class Experts(Loop):
-    """Routes samples to six experts, not all used by each micro-batch; one layer is unused.
+    """Routes samples to six experts, some of them unused in a micro-batch; one layer is never used.
 
     Weight decay distinguishes a zero gradient from a missing one.
     """

@@ -73,7 +73,7 @@ def _multiple(tensor: Tensor, of: Tensor) -> float | None:
 
 
 def update_causes(recipe: Recipe, reference: Reference, config: PortConfig, step: int) -> list[str]:
-    """Return sentences that explain why the loss first differs in ``step``, from the update of the step before it."""
+    """Explain, in sentences, why the loss first differs in ``step``, from the update in the previous step."""
     updates = _compute_updates(recipe, reference, config, step - 1)
     where = f"The update of step {step - 1} differs"
     if updates is None:

@@ -146,7 +146,7 @@ def _format_failure(failure: CheckpointFailed) -> str:
 @final
 @dataclass
 class History:
-    """Listener that collects the values for the result and the checkpoints. ``file``: the run's metrics."""
+    """Listener that collects values for the run's result and checkpoints; ``file`` is the metrics file."""
 
     file: Path
     started: float = field(default_factory=time.perf_counter)

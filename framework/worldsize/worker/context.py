@@ -182,7 +182,7 @@ class _RunData(DataSource):
 
 @final
 class ProcessResources:
-    """Datasets, heartbeat, saver and listeners of a process, which outlive changes of its gang."""
+    """Datasets, heartbeat, saver and listeners of a process, which survive membership changes of the gang."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ _STOP, _GO_ON = b"stop", b"go on"
 
 @final
 class StopVote:
-    """Lets the ranks of ``world`` vote, through their rendezvous store, to stop after the same step."""
+    """Vote among the ranks of ``world``, through their rendezvous store, to stop after the same step."""
 
     def __init__(self, world: World) -> None:
         self._size, self._key = world.size, f"stop_vote/{world.role}"

@@ -62,7 +62,7 @@ class EvaluationData:
 
 
 def try_evaluation(replica: Replica, data: EvaluationData, settings: Settings, part: World) -> None:
-    """Evaluate one batch of each split, so that errors in the evaluation show up before the first step.
+    """Evaluate one batch of each split, so that evaluation errors show up before the first step.
 
     Generators, buffers and modes do not change. Streams are skipped, since their position would change. Nothing is
     compiled, since that would depend on the shapes of evaluation batches.

@@ -75,7 +75,7 @@ def introduce(placement: Placement, cluster: Cluster, findings: Path) -> None:
 def measure_cluster(
     world: World, placement: Placement, cluster: Cluster, transport: Transport, findings: Path, *, pairs: bool
 ) -> int:
-    """Measure together with all other processes, and return the exit code; the first process writes the result."""
+    """Measure all links, together with the other processes; return the exit code. Rank 0 writes the result."""
     who = {**_describe_process(placement), "device": _identity(world.device), "transport": transport, "joined": True}
     write_facts(findings, f"rank_{world.rank:05d}", who)
     own = [_measure_copy(world)]

@@ -203,7 +203,7 @@ def _write_error(run: RunDirectory, path: Path, error: BaseException, clean: Scr
 
 
 def _is_from_storage(error: BaseException | None) -> bool:
-    """Return whether an operation on a file or the network failed first, which may succeed in a restart."""
+    """Return whether the root cause is a file or network error, which may not recur after a restart."""
     while error is not None:
         if isinstance(error, OSError):
             return True
@@ -242,7 +242,7 @@ def _run_in_world(resources: ProcessResources, placement: Placement, channel: Me
 
 
 def _beginning(settings: Settings, run: RunDirectory, world: World) -> tuple[LoopState, AbstractContextManager[None]]:
-    """Return the initial state, and a context for the replica that skips the initialization of weights to be loaded."""
+    """Return the initial state, and a context for creating the replica that skips initializing weights to be loaded."""
     if settings.run.evaluates is not None:
         return LoopState(), state_follows()
     if settings.roles[world.role].serves:  # a server loads its own state
@@ -326,7 +326,7 @@ def _get_attempt(placement: Placement) -> int | None:
 def _audit_transport(
     settings: Settings, run: RunDirectory, world: World, placement: Placement, listeners: Sequence[Listener]
 ) -> None:
-    """Determine the gang's transport; the first rank records it, and warns if it is not the declared transport.
+    """Determine the gang's transport; rank 0 records it, and warns if it is slower than the declared one.
 
     A healing gang repeats this in each membership, because connections are new; the last result is recorded.
     """

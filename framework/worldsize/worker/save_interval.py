@@ -84,7 +84,7 @@ class SaveInterval:
         return {"newest": newest, "steps": steps, **times}
 
     def facts(self) -> dict[str, Any]:
-        """Return the interval, the mean cost of a save and the seconds per step; empty until all are known."""
+        """Return the save interval, mean cost of a save and seconds per step, as facts; empty until all are known."""
         cost, step_seconds = self._costs.compute_mean_cost(), self._costs.step_seconds
         return (
             {"steps": self.steps, "save_seconds": cost, "step_seconds": step_seconds} if cost and step_seconds else {}

@@ -132,7 +132,7 @@ class Topology:
 
 
 def tier_names() -> Iterator[str]:
-    """Yield names for tiers of a topology file, innermost first: rack, pod, hall, tier4, ..."""
+    """Yield default names for the tiers of a topology file, innermost first: rack, pod, hall, tier4, ..."""
     yield from TIERS
     yield from (f"tier{number}" for number in count(len(TIERS) + 1))
 

@@ -100,7 +100,7 @@ def threads_per_process(local_world_size: int) -> int:
 
 
 def select_device(placement: Placement, cluster: Cluster) -> torch.device:
-    """Return this process's device; an accelerator, chosen by local rank, is made the current device."""
+    """Return this process's device; make an accelerator, chosen by local rank, the current device."""
     if cluster.device == "cpu":
         return torch.device("cpu")
     index = 0 if device_count(cluster.device) == 1 else placement.local_rank  # as with srun --gpus-per-task=1
@@ -210,7 +210,7 @@ def _own_group(members: range, everyone: range, timeout: timedelta) -> ProcessGr
 
 
 def publish_place(world: World) -> Callable[[int], tuple[str, str]]:
-    """Publish this rank's host and device; all ranks of the role must call this.
+    """Publish this rank's host and device to all ranks; all ranks of the role must call this.
 
     Returns:
         A function from a rank to its host (the scheduler's name) and device. It waits until that rank has published

@@ -190,7 +190,7 @@ class NodesHealth:
         return self.last
 
     def read_new_samples(self) -> Mapping[int, HealthRow]:
-        """Return the samples if this call read the files; empty if the interval has not elapsed yet."""
+        """Read and return the nodes' last samples if the interval has elapsed, otherwise an empty mapping."""
         now = self._clock()
         if now < self._next:
             return {}

@@ -40,7 +40,7 @@ def rank_charts(record: Record) -> list[Chart]:
 
 
 def waits_by_rank(record: Record) -> dict[int, float]:
-    """Return the fraction of time that each rank waited for data; without timing, of rank 0."""
+    """Return the fraction of time that each rank waited for data; without timing, only for rank 0."""
     if record.timing:
         return {rank: compute_wait_share(lines) for rank, lines in record.timing.items()}
     steps = [
@@ -88,7 +88,7 @@ def heat_map(
 
 
 def step_breakdown(record: Record) -> list[Chart]:
-    """Draw step phases as stacked means over ranks; without timing, only data and the rest."""
+    """Draw the phases of a step as stacked means over ranks; without timing, only data wait and the rest."""
     lines = [line for timing in record.timing.values() for line in timing] or list(record.steps)
     names = PHASES if any("compute_seconds" in line for line in lines) else ("data", "step")
     steps, seconds_sp = _average_by_step(lines, names)

@@ -53,7 +53,7 @@ class Findings:
     names: Sequence[str] = ()  # host names by node, if the launcher knows them
 
     def get_host_name(self, node: int) -> str:
-        """Return the node's host name from its facts, else from the launcher, else, e.g., "node 3"."""
+        """Return the node's host name from the facts or the launcher, or a label such as "node 3"."""
         if node in self.hosts:
             return str(self.hosts[node]["host"])
         return self.names[node] if node < len(self.names) else f"node {node}"

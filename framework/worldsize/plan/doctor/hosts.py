@@ -82,7 +82,7 @@ def check_run_folder(findings: Findings) -> Iterator[Check]:
 
 
 def check_disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
-    """Check the disk for ``needed_bytes``: one checkpoint is kept while another is written."""
+    """Check that the disk has ``needed_bytes`` free: a checkpoint is kept while the next one is written."""
     for facts in findings.hosts.values():
         free, path = facts["folder"]["free"], facts["folder"]["path"]
         if free >= needed_bytes:
@@ -93,7 +93,7 @@ def check_disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
 
 
 def check_clocks(findings: Findings) -> Iterator[Check]:
-    """Compare each host's clock with the first host's, by its reply or else its file's timestamp."""
+    """Compare each host's clock with the first host's, measured by messages or else by file timestamps."""
     asked = {int(node): ahead for node, ahead in findings.meeting.get("clocks", {}).items()}
     reference = findings.hosts.get(0, {}).get("ahead")
     for node, facts in findings.hosts.items():
@@ -188,7 +188,7 @@ def _format_reason(facts: Facts) -> str:
 
 
 def interfaces(findings: Findings) -> Iterator[Check]:
-    """Check that the collectives' interface exists, and that other hosts can reach its address."""
+    """Check that the interface for collectives exists, and that other hosts can reach its address."""
     unreached = _parse_unreached(findings)
     for node, facts in findings.hosts.items():
         interface = facts["interface"]
