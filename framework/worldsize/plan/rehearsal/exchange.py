@@ -61,8 +61,7 @@ class Message(NamedTuple):
         call: Description of the call, equal at both ends of a message.
         tensors: The bytes of each tensor.
         is_news: Whether the tensors may affect later calls on other ranks.
-        is_integral: Whether all tensors are integers or pickled objects; these are the same in every repetition that
-            receives the same messages.
+        is_integral: Whether all are integers or pickled objects, which depend only on the received messages.
     """
 
     call: str
