@@ -231,9 +231,9 @@ def _find_guilty(votes: Iterable[Sequence[_Vote]]) -> set[int]:
     """
     minority, majority = set[int](), set[int]()
     for each in votes:
-        differing = _find_minority(each)
-        minority |= {vote.voter for vote in differing}
-        majority |= {vote.voter for vote in each if differing and vote not in differing}
+        if differing := {vote.voter for vote in _find_minority(each)}:
+            minority |= differing
+            majority |= {vote.voter for vote in each} - differing
     return minority - majority
 
 

@@ -19,8 +19,6 @@ from worldsize.healing.pieces import collect_pieces
 from worldsize.seeds import derive_seed
 from worldsize.strategies.gradient_audit import broadcast_value, report_mismatch
 
-_MODEL = "model"
-
 
 @final
 class ReplicaCheck:
@@ -39,11 +37,9 @@ class ReplicaCheck:
         Raises:
             BitMismatchError: copies differ, and the run or this process must end.
         """
-        tensors, _ = split_tensors({name: part for name, part in self._replica.state().items() if name != "strategy"})
-        parts = [
-            {name: each for name, each in tensors.items() if name.startswith(f"{_MODEL}.") is is_model}
-            for is_model in (True, False)
-        ]
+        state = dict(self._replica.state())
+        state.pop("strategy", None)  # holds values of this process alone
+        parts = [split_tensors(part)[0] for part in ({"model": state.pop("model")}, state)]
         digests = [_digest_tensors(part) for part in parts]
         holdings = [derive_seed(0, repr(sorted(collect_pieces(part).items()))) for part in parts]
         everyones = self._gather([*holdings, *(derive_seed(0, repr(sorted(each.items()))) for each in digests)])
