@@ -144,7 +144,7 @@ def test_ranks_that_need_objects_of_one_that_was_left_out_say_so(capsys: pytest.
     _, *failed = ranks(*["in step 1: EOFError: Ran out of input"] * 3)
     asked = [replace(failed[0].calls[0], operation="broadcast", form="objects, root 0")]
     assert shown([replace(each, calls=asked) for each in failed]) == 1
-    assert "The objects of rank 0 are unknown. Add 0 to --ranks." in capsys.readouterr().out
+    assert "The objects sent by rank 0 are unknown. Add 0 to --ranks." in capsys.readouterr().out
 
 
 def test_ranks_that_do_not_settle_are_not_accused(capsys: pytest.CaptureFixture[str]) -> None:

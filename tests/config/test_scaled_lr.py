@@ -92,7 +92,7 @@ def test_what_an_update_has_is_shown_before_the_start(train: Any, words: str, te
             "strategy=parameter_server strategy.consistency=async cluster.processes=3 cluster.scale_lr=linear",
             "has no effect with ParameterServer: a step (each update with a part of lr)",
         ),
-        ("cluster.base_batch=48", "Set cluster.scale_lr=linear or sqrt, or leave cluster.base_batch out."),
+        ("cluster.base_batch=48", "Set cluster.scale_lr=linear or sqrt, or remove cluster.base_batch."),
         ("cluster.scale_lr=cubic", "Available: linear, none, sqrt"),
         ("cluster.scale_lr=linear cluster.base_batch=0", "cluster.base_batch=0 must be 1 or more"),
     ],

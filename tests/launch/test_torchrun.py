@@ -120,7 +120,7 @@ def test_doctor_shows_what_the_printed_commands_find(
     shown = []
     for line in doctor.stderr:
         shown.append(line)
-        if line.startswith("Start these commands."):
+        if line.startswith("Run these commands."):
             break
     commands = re.findall(r"# on node \d\n(.+)", "".join(shown))
     assert len(commands) == 2, shown

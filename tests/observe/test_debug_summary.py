@@ -165,4 +165,4 @@ def test_output_of_a_rank_that_the_run_does_not_have_is_no_empty_output(
     assert ended.value.code == 2
     said = capsys.readouterr()
     assert said.out == "[worker 1] hello from 1\n"
-    assert said.err == f"no output of rank 9 in {run.path}. There is output of ranks 0-1.\n"
+    assert said.err == f"no output from rank 9 in {run.path}. Output found for ranks 0-1.\n"

@@ -49,7 +49,8 @@ def _train_here(recipe: type[Recipe], words: Sequence[str], result_fd: int) -> i
 
     if torch.cuda._is_in_bad_fork():
         raise ConfigError(
-            "CUDA is already initialized, so this process cannot be forked. Restart the program, and train first."
+            "CUDA is already initialized, so this process cannot be forked. Restart the program, and call train() "
+            "before any CUDA operation."
         )
     path = f"{recipe.__module__}.{recipe.__qualname__}"
     if recipe.__qualname__ != recipe.__name__:

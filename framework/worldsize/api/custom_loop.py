@@ -91,7 +91,7 @@ class LoopRecipe(Recipe):
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
         if self.compute_metrics is None:
-            raise ConfigError(f"{type(self).__name__} lacks metrics. Pass it compute_metrics.")
+            raise ConfigError(f"{type(self).__name__} does not define metrics. Pass compute_metrics to it.")
         return self.compute_metrics(model, batch)
 
 
@@ -188,8 +188,8 @@ def micro_batches(batches: Mapping[int, Batch], context: RunContext, step: int) 
     if batches.keys() not in assigned:
         expected = max(assigned, key=lambda ranks: len(ranks & batches.keys()))
         raise ConfigError(
-            f"batches are missing for the logical ranks {sorted(expected - batches.keys())}, and unexpected for "
-            f"{sorted(batches.keys() - expected)}. Pass one for each of ws.local_logical_ranks(replica, context)."
+            "expected one batch for each logical rank in ws.local_logical_ranks(replica, context); missing: "
+            f"{sorted(expected - batches.keys())}, unexpected: {sorted(batches.keys() - expected)}."
         )
     return [MicroBatch(batches[rank], step_seed(context.seed, step, rank), step, rank) for rank in sorted(batches)]
 

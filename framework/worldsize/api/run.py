@@ -300,8 +300,8 @@ class Run:
         """Return the flags that let commands run another user's code; raise an error without ``trust``."""
         if not trust and not self._view.is_own:
             raise WorldsizeError(
-                f"{self.folder} was written by another user or on another machine, and its code would run. Inspect the "
-                "folder, then pass trust=True."
+                f"{self.folder} was written by another user or on another machine, and this call would run its code. "
+                "Inspect the folder, then pass trust=True."
             )
         return ["--yes"] if trust else []
 

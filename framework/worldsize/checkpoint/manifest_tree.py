@@ -297,7 +297,7 @@ def _check_bytes(chunks: Iterable[Mapping[str, Any]], files: Mapping[str, Any]) 
         if end > after:
             raise ValueError(f"two chunks overlap in {file}")
         if end < after:
-            raise ValueError(f"bytes {end} to {after} of {file} do not belong to a chunk")
+            raise ValueError(f"bytes {end} to {after} of {file} do not belong to any chunk")
 
 
 def _list_spans(chunks: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int, int]]:

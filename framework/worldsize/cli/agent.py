@@ -29,11 +29,11 @@ _DRAFT = ".begin_"  # prefix of incomplete run folders
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize agent", description=__doc__)
-    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument(
         "--tether",
         action="store_true",
-        help="read variables and signals from standard input, one JSON value per line, and exit when it closes",
+        help="read variables and signals from standard input, one JSON value per line; exit when standard input closes",
     )
     parser.add_argument("--from", dest="source", type=Path, help="folder with the initial files of the run folder")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""``worldsize cancel RUN``: ask a run to save and stop, whatever launched it."""
+"""``worldsize cancel RUN``: save a checkpoint and stop a run, with any launcher."""
 
 from __future__ import annotations
 
@@ -46,9 +46,13 @@ def cancel(run: RunDirectory) -> str:
     if host != socket.gethostname():
         raise WorldsizeError(f"the run {run.path} was launched on {host}; cancel it there.")
     if process is None:
-        raise WorldsizeError(f"the process of the run {run.path} belongs to another user, who must cancel it.")
+        raise WorldsizeError(
+            f"the process of the run {run.path} belongs to another user. Only that user can cancel the run."
+        )
     try:
         os.kill(process, signal.SIGTERM)
     except PermissionError:
-        raise WorldsizeError(f"process {process} of the run {run.path} belongs to another user.") from None
+        raise WorldsizeError(
+            f"process {process} of the run {run.path} belongs to another user. Only that user can cancel the run."
+        ) from None
     return f"sent SIGTERM to process {process}; it saves a checkpoint and exits"

@@ -44,7 +44,7 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=build_number_parser(Range(least=0)),
         default=TOLERANCE,
-        help="largest relative difference of a value that counts as within tolerance",
+        help="relative tolerance for each value",
     )
     parser.epilog = "Exit code: 0 bitwise identical, 3 within tolerance, 4 different, 2 error."
 

@@ -50,7 +50,7 @@ def main() -> None:
         "--patience",
         type=build_number_parser(SECONDS),
         default=60.0,
-        help="seconds to wait for the answer of a host (%(default)s)",
+        help="seconds to wait for a response from a host (%(default)s)",
     )
     parser.add_argument(
         "--json", dest="report", metavar="FILE", help='write the findings to FILE, or "-" for standard output'
@@ -96,8 +96,8 @@ def add_spare_nodes(purpose: Examine, cfg: DictConfig, trained: Settings) -> Exa
     count, tiers = cluster.all_nodes, trained.config["cluster"]["tiers"]
     if uneven := [name for name, nodes in tiers.items() if nodes < count and count % nodes]:
         _logger.warning(
-            "the %d hosts, including spare hosts, do not fill whole units of %s (cluster.tiers), so the links of these "
-            "units are not measured separately. Remove the spare hosts to measure these links.",
+            "the %d hosts, including spare hosts, are not divisible by the size of %s (cluster.tiers), so the links "
+            "of these tiers are not measured separately. Remove the spare hosts to measure them.",
             count,
             " and ".join(uneven),
         )
@@ -193,7 +193,7 @@ def _submit_examination(launcher: BatchLauncher, plan: Plan, run: RunDirectory, 
     job = launcher.submit(plan)
     if job is None:
         print(launcher.describe(plan))
-        print(f"Start these commands. Their report is written to {run.findings} and shown here.", flush=True)
+        print(f"Run these commands. The report is written to {run.findings} and shown here.", flush=True)
         wait_for_report(run.findings, silence)
         return None
     _wait_for_job(launcher, job)

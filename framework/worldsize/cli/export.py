@@ -1,4 +1,4 @@
-"""``worldsize export RUN [checkpoint=best|last|STEP] [output=PATH]``: export weights for other programs."""
+"""``worldsize export RUN [checkpoint=best|last|STEP] [output=PATH]``: export weights."""
 
 from __future__ import annotations
 

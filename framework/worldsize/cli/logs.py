@@ -116,8 +116,8 @@ def read_log_lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: boo
     if unread:
         raise WorldsizeError("\n".join(f"failed to read {path}: {why}." for path, why in unread.items()))
     if unknown := sorted({*(ranks or ())} - known):
-        there = f"There is output of {format_ranks(sorted(known))}" if known else "No process has written output"
-        raise WorldsizeError(f"no output of rank {unknown[0]} in {run.path}. {there}.")
+        there = f"Output found for {format_ranks(sorted(known))}" if known else "No process has written output"
+        raise WorldsizeError(f"no output from rank {unknown[0]} in {run.path}. {there}.")
 
 
 def _explain_missing_logs(run: RunDirectory) -> str:

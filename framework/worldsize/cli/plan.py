@@ -1,4 +1,4 @@
-"""``worldsize plan [OPTION ...]``: show the layout of ranks, and predict the cost of a step per strategy.
+"""``worldsize plan [OPTION ...]``: show the rank layout, and predict the cost of a step for each strategy.
 
 No run is started. The recipe takes a few steps on this machine, unless --model-size and --compute are given.
 With a range of sizes, such as cluster.nodes=1..64, it predicts the step of one strategy for 1, 2, 4, ... nodes.
@@ -76,7 +76,7 @@ def main() -> None:
     )
     parser.add_argument("--precision", choices=_SIZES, help="data type of all sent and stored values (fp32)")
     parser.add_argument(
-        "--compute", type=_parse_seconds, metavar="TIME", help="compute time of a rank per step, e.g. 250ms"
+        "--compute", type=_parse_seconds, metavar="TIME", help="compute time per rank and step, e.g. 250ms"
     )
     parser.add_argument(
         "--overlap",
@@ -89,11 +89,11 @@ def main() -> None:
     adds = "for a curve (cluster.nodes=1..64): minimum speedup per added process, relative to one process (0.5)"
     parser.add_argument("--knee", type=share, default=0.5, metavar="SHARE", help=adds)
     parser.add_argument(
-        "--study", type=Path, metavar="FOLDER", help="for a curve: write a study for worldsize report FOLDER"
+        "--study", type=Path, metavar="FOLDER", help="for a curve: write a study to FOLDER, for worldsize report FOLDER"
     )
-    parser.add_argument("--ranks", action="store_true", help="list every rank, also if there are more than 16")
-    parser.add_argument("--strategies", metavar="NAMES", help="compare only these, e.g. ddp,fsdp,mesh")
-    parser.add_argument("--save", type=_parse_seconds, metavar="TIME", help="delay of training per save, e.g. 2s")
+    parser.add_argument("--ranks", action="store_true", help="list every rank, even if there are more than 16")
+    parser.add_argument("--strategies", metavar="NAMES", help="compare only these strategies, e.g. ddp,fsdp,mesh")
+    parser.add_argument("--save", type=_parse_seconds, metavar="TIME", help="training delay per checkpoint, e.g. 2s")
     parser.add_argument(
         "--restart", type=_parse_seconds, metavar="TIME", help="time from a failure until training resumes"
     )
@@ -146,7 +146,7 @@ def _show_plan(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str
     groups = settings.strategy.groups(settings.cluster)
     is_listed = options.ranks or settings.cluster.processes <= _MOST_ROWS
     table = rank_table(settings.cluster, groups) if is_listed else node_table(settings.cluster, groups)
-    hint = "" if is_listed else "Ranks are shown by node. Pass --ranks to list each of them."
+    hint = "" if is_listed else "Ranks are shown by node. Pass --ranks to list each rank."
     _print_lines(table, hint, crossings_text(settings.cluster, groups))
     cluster = predictor.resolve_cluster(settings)
     memory = cluster.device_memory or detect_memory_bytes(cluster)  # before loading data
@@ -336,8 +336,8 @@ def _cost_table(
 ) -> Table:
     """Build the table of forecasts; with a batch size and prices, it includes the cost per million samples."""
     price = (cluster.price_per_hour or 0.0) * cluster.all_nodes
-    columns = ["memory a rank", "sent a rank", "leaves a node", "communication", "exposed", "step", "efficiency"]
-    columns += [f"compute for {WANTED:.0%}", *(["a million samples"] if price and batch_size else [])]
+    columns = ["memory per rank", "sent per rank", "sent off-node", "communication", "exposed", "step", "efficiency"]
+    columns += [f"compute for {WANTED:.0%}", *(["per million samples"] if price and batch_size else [])]
     table = Table("strategy", *columns, title=f"{cluster.processes} processes on {cluster.nodes} nodes")
     ranked = sorted(forecasts.items(), key=lambda item: (item[0] in unfitting, item[1].step_seconds))
     for place, (name, each) in enumerate(ranked):

@@ -70,7 +70,7 @@ def prepare(preparation: Preparation, folder: Path, processes: int) -> None:
             bar.stop()
     for text in manifest["bad"]:
         print(f"skipped: {printable(text)}", file=sys.stderr)
-    counts = f"{manifest['tokens']:,} tokens ({manifest['dtype']}) of {manifest['documents']:,} documents"
+    counts = f"{manifest['tokens']:,} tokens ({manifest['dtype']}) from {manifest['documents']:,} documents"
     left_out = f", {manifest['skipped']:,} skipped" if manifest["skipped"] else ""
     print(f"{folder / MANIFEST}: {counts}{left_out}, in {len(manifest['shards'])} shards, {manifest['sha256'][:16]}")
 

@@ -193,8 +193,9 @@ def _show_outcome(rehearsed: Sequence[Rehearsed], cluster: Cluster, options: arg
 
 
 _UNSETTLED = (
-    "The calls of {} did not converge over repeated rehearsals with the latest objects of the other ranks, so the "
-    "differing rank cannot be found. Reduce the exchanges that determine the calls, or set a smaller --steps."
+    "The collectives of {} depend on objects exchanged between ranks, and kept changing in repeated rehearsals, so "
+    "the rank that differs cannot be found. Exchange fewer objects that determine collectives, or set a smaller "
+    "--steps."
 )
 
 
@@ -221,7 +222,7 @@ def _failures(rehearsed: Sequence[Rehearsed]) -> list[str]:
     problems = [f"{format_ranks(ranks)} fail{'s' if len(ranks) == 1 else ''} {text}" for text, ranks in by_text.items()]
     if absent := sorted(_absent_roots(rehearsed)):
         problems.append(
-            f"The objects of {format_ranks(absent)} are unknown. Add {abbreviate_ranks(absent)} to --ranks."
+            f"The objects sent by {format_ranks(absent)} are unknown. Add {abbreviate_ranks(absent)} to --ranks."
         )
     return problems
 
@@ -261,7 +262,7 @@ def _build_rank_table(rehearsed: Sequence[Rehearsed], cluster: Cluster, options:
             str(sent.calls),
         ]
         rows[tuple(cells)].append(each.rank)
-    columns = ["ranks", "peak", *PARTS, "building", "evaluation", "sent in the node", "sent across", "calls"]
+    columns = ["ranks", "peak", *PARTS, "building", "evaluation", "sent within node", "sent off-node", "calls"]
     title = f"{cluster.processes} processes on {cluster.nodes} nodes, step {last}"
     table = Table(*columns, title=title)
     for row, ranks in rows.items():

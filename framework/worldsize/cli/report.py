@@ -1,4 +1,4 @@
-"""``worldsize report RUN ...``: write an HTML page about a run, several runs, or a scaling study."""
+"""``worldsize report RUN ...``: write an HTML report of a run, several runs, or a scaling study."""
 
 from __future__ import annotations
 

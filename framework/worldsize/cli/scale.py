@@ -1,4 +1,4 @@
-"""``worldsize scale [OPTION ...] world_sizes=1,2,4,8``: measure the step time for several numbers of processes.
+"""``worldsize scale [OPTION ...] world_sizes=1,2,4,8``: measure the step time at several world sizes.
 
 Each point is a separate run, started as by train, and is shown next to the prediction of plan. World sizes may also be
 given as nodes x processes per node: world_sizes=1x1,1x2,2x2,4x2.
@@ -88,7 +88,7 @@ def main() -> None:
         help="minimum speedup per added process, relative to one process (default: the best efficiency x speedup)",
     )
     parser.add_argument(
-        "--one-machine", action="store_true", help="all nodes are this machine, as with worldsize.testing.hosts"
+        "--one-machine", action="store_true", help="run all nodes on this machine, as with worldsize.testing.hosts"
     )
     parser.add_argument("--links", type=Path, metavar="FILE", help="links measured by worldsize doctor --json FILE")
     options = parser.parse_intermixed_args()
@@ -317,7 +317,7 @@ def build_scaling_table(points: Sequence[Point], *, title: str, least: float | N
     """Build the table of points, with the knee of each strategy marked."""
     knee, on_nodes = find_knees(points, least=least), any(point.nodes > 1 for point in points)
     shape = ["micro-batches"] if any(point.accumulation > 1 for point in points) else []
-    drawn = Table("strategy", "nodes × each" if on_nodes else "processes", title=title)
+    drawn = Table("strategy", "nodes × processes/node" if on_nodes else "processes", title=title)
     for column in (*shape, "step", "spread", *PHASES, "samples/s", "efficiency", "marginal", "predicted", "error"):
         drawn.add_column(column)
     expected: Sequence[float | None] = predict_efficiencies(points) or [None] * len(points)

@@ -70,8 +70,9 @@ def _select_tiers(nodes_of_unit: Mapping[str, int], nodes: int) -> tuple[dict[st
             )
         if count % below or count == below or (count < nodes and nodes % count):
             raise ConfigError(
-                f"cluster.tiers.{name}={count} must be a multiple of {below} ({told}), greater than {below}, and a "
-                f"divisor of {nodes} nodes unless larger. Set the number of nodes per {name}, or remove the tier."
+                f"cluster.tiers.{name}={count} must be a multiple of {below} ({told}), greater than {below}, and "
+                f"either a divisor of the {nodes} nodes or larger than {nodes}. Set it to the number of nodes per "
+                f"{name}, or remove the tier."
             )
         below, told = count, f"a {name}"
         if count < nodes:

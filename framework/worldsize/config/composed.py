@@ -107,7 +107,10 @@ def build_settings(
     settings = load_settings(objects)
     profiled, steps = settings.observe.profile.steps, settings.training.steps
     if profiled is not None and profiled[1] > steps:
-        raise ConfigError(f"profile.steps={list(profiled)} exceeds the length of the run: {steps} steps.")
+        raise ConfigError(
+            f"profile.steps={list(profiled)} exceeds the length of the run, {steps} steps. Set profile.steps within "
+            "the run."
+        )
     return settings
 
 

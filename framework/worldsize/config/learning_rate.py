@@ -47,8 +47,8 @@ def apply_lr_scaling(shape: RunShape, lr: float | None, *, batch_size: int) -> f
     if rule == "none":
         if base is not None:
             raise ConfigError(
-                f"cluster.base_batch={base} has no effect with cluster.scale_lr=none. "
-                "Set cluster.scale_lr=linear or sqrt, or leave cluster.base_batch out."
+                f"cluster.base_batch={base} has no effect with cluster.scale_lr=none. Set cluster.scale_lr=linear or "
+                "sqrt, or remove cluster.base_batch."
             )
         return lr
     if lr is None:

@@ -182,13 +182,13 @@ def check_slices(numerics: Numerics, strategy: Strategy) -> None:
             continue
         if strategy.reduce != "ordered":
             raise ConfigError(
-                f"logical_{key}={number} requires reproducibility=elastic: other modes do not keep the same bits at "
-                f"each strategy.{key}. Set reproducibility=elastic, or logical_{key}=1."
+                f"logical_{key}={number} requires reproducibility=elastic: only this level gives bitwise identical "
+                f"results for every strategy.{key}. Set reproducibility=elastic, or logical_{key}=1."
             )
         if numerics.compile:
             raise ConfigError(
                 f"compile=true is not supported with logical_{key}={number}: compiled code may round the {parts} "
-                f"differently at each strategy.{key}. Set compile=false, or logical_{key}=1."
+                f"differently for each strategy.{key}. Set compile=false, or logical_{key}=1."
             )
 
 
@@ -379,8 +379,8 @@ def check_remembers(recipe: Recipe, roles: Mapping[str, Role], launcher: LaunchM
     fact = f"{type(recipe).__name__} has state that is not checkpointed (remembers = True)"
     if can_heal(roles):
         raise ConfigError(
-            f"strategy.on_failure=heal: {fact} and is lost with a process. Implement state and load_state, or set "
-            "strategy.on_failure=restart."
+            f"strategy.on_failure=heal: {fact}, so it is lost if a process fails. Implement state and load_state, or "
+            "set strategy.on_failure=restart."
         )
     if exact and launcher.max_restarts:
         raise ConfigError(
