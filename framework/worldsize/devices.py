@@ -53,8 +53,7 @@ def check_kind(kind: str) -> None:
         names = {*_KNOWN, *([accelerator.type] if accelerator else [])}
         near = neighbours(_CALLED.get(kind, kind), names)
         raise ConfigError(
-            f"cluster.device={kind!r} is unknown{near} Devices from an extension of torch "
-            "require its package to be installed."
+            f"cluster.device={kind!r} is unknown{near} For a device from a torch extension, install its package."
         )
 
 

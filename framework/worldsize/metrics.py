@@ -56,7 +56,7 @@ class MetricCollector:
             ConfigError: a metric in ``Recipe.metrics`` is missing, or another one is not a (sum, count) pair.
         """
         if missing := self._metrics.keys() - metrics.keys():
-            raise ConfigError(f"Recipe.metrics names {min(missing)!r}, but Recipe.evaluate does not return it.")
+            raise ConfigError(f"Recipe.metrics defines {min(missing)!r}, but Recipe.evaluate does not return it.")
         pairs = {name: _check_pair(name, values) for name, values in metrics.items() if name not in self._metrics}
         self.names = tuple(sorted(pairs))
         if not batch.counted:
@@ -114,7 +114,7 @@ def _convert_to_scalar(name: str, value: Any) -> Tensor:
     else:
         fact = f"a {type(value).__name__}"
     raise ConfigError(
-        f"Recipe.evaluate returned {fact} in the metric {name!r}. Return (sum, count), two real scalars or numbers."
+        f"Recipe.evaluate returned {fact} for the metric {name!r}. Return (sum, count), two real scalars or numbers."
     )
 
 

@@ -135,7 +135,7 @@ class Coordinator(Replica):
 
     def close(self, *, complete: bool) -> None:
         self._registry.mark_ended()
-        self._scheduler.end_run("the run is complete" if complete else "the run pauses")
+        self._scheduler.end_run("the run is complete" if complete else "the run was stopped")
         self._shards.stop()
 
 

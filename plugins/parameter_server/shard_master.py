@@ -74,7 +74,7 @@ class ShardMaster:
         with self.log.changed:
             self._load.adjust_waiting(-1)
             if sequence != session.sequence + 1:
-                raise RefusedError(f"PUSH {sequence} was received twice at once")
+                raise RefusedError(f"PUSH {sequence} was received twice concurrently")
             self._on_step(self.shard.step + 1)
             ticket = self.log.forward_operation(header, payload)
             self.receiver.push_gradient(header, gradient)

@@ -152,7 +152,7 @@ class TaskScheduler:
             WorldsizeError: There were no workers for longer than the timeout.
         """
         since = time.monotonic()
-        with PEER_WAIT.name_wait("work of the workers"), self.changed:
+        with PEER_WAIT.name_wait("the workers"), self.changed:
             while not done():
                 self.changed.wait(self.staleness.lease / 4)
                 now = time.monotonic()

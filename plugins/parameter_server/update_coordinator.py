@@ -159,7 +159,7 @@ class UpdateCoordinator(Replica):
 
     def close(self, *, complete: bool) -> None:
         self._registry.mark_ended()
-        self._scheduler.end_run("the run is complete" if complete else "the run pauses")
+        self._scheduler.end_run("the run is complete" if complete else "the run was stopped")
         for shards in self._shards.values():
             shards.stop()
 

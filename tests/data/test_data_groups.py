@@ -56,7 +56,11 @@ def test_what_an_argument_cannot_be_is_refused(name: str, change: dict[str, Any]
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("webdataset", {"decode": ["txt", "jpgg"]}, r"data.decode=.* has an unknown ending 'jpgg'; did you mean 'jpg'"),
+        (
+            "webdataset",
+            {"decode": ["txt", "jpgg"]},
+            r"data.decode=.* unknown extension 'jpgg'; did you mean 'jpg'",
+        ),
         ("webdataset", {"decode": "txt"}, "data.decode='txt' has the wrong type"),
         ("parquet", {"format": "torch"}, "data.format='torch' is unknown. Available: numpy, python"),
         ("arrow", {"keep": -1}, "data.keep=-1 must be 0 or more"),

@@ -37,7 +37,7 @@ def test_the_error_and_the_report_of_a_hang_name_ranks_collectives_and_stacks(tr
     run = train(*HANGS, "cluster.debug=true")
     assert run.code == 1
     assert run.error.startswith("worker 1 failed at step 4:\ndid not respond at step 4")
-    told = run.error.partition("when the gang hung:")[2].splitlines()
+    told = run.error.partition("when the run hung:")[2].splitlines()
     places = {line.split()[0]: place for place, line in enumerate(told) if line.startswith("  worker")}
     first, second = (told[places[name] :] for name in ("worker_00000", "worker_00001"))
     assert "waits in gloo:all" in first[0]
@@ -77,7 +77,7 @@ def test_a_parameter_server_goes_on_without_a_worker_that_hangs_and_keeps_where_
     assert "retired worker-1: lost the connection (the peer made no progress for 6 s)" in run.output + run.error
     assert run.folder is not None
     server, first, second = hung_processes(run.folder / "logs")
-    assert (server.doing, first.doing) == ("waits for work of the workers", "waits for the message TASK from a peer")
+    assert (server.doing, first.doing) == ("waits for the workers", "waits for the message TASK from a peer")
     assert (server.waits, first.waits, second.waits) == (True, True, False)
     assert "faults.py" in second.stack[-1]
 

@@ -140,4 +140,4 @@ os._exit(0)
 def test_a_process_that_waits_for_peers_alone_ends_itself_unless_it_needs_them_no_more(state: str, code: int) -> None:
     done = subprocess.run([sys.executable, "-c", STUCK, state], capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
-    assert ("it is blocked in a wait and does not stop" in done.stderr) == (code != 0)
+    assert ("it is blocked in a wait that cannot be interrupted" in done.stderr) == (code != 0)

@@ -34,7 +34,7 @@ def test_a_wait_ends_at_its_timeout_or_when_the_membership_does(server: TCPStore
         meetings(server, lambda: None, 0.1).create_store(1).get("missing")
 
     def ended() -> None:
-        raise ConnectionError("the members of the gang have changed")
+        raise ConnectionError("the members of the process group have changed")
 
     with pytest.raises(ConnectionError):
         meetings(server, ended, 60.0).create_store(1).get("missing")

@@ -78,7 +78,7 @@ def test_the_first_rank_shows_progress_where_the_run_stopped_and_its_result(
     (checkpoint,) = (run.folder / "checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step_"))
     assert output.count("step 1/100 ") == 1
-    assert error.count(f"stopped and saved at step {step}; start the same command again to resume") == 1
+    assert error.count(f"stopped and saved at step {step}; run the same command again to resume") == 1
 
     shown = command("logs", str(run.folder), cwd=tmp_path, environment=environment)
     assert shown.returncode == 2

@@ -38,7 +38,7 @@ def test_a_line_counts_for_the_steps_since_the_one_before() -> None:
     [
         (0, "Set data_workers=auto, add a load_batch method to the dataset, or prepare the data once"),
         (2, "Set data_workers=auto, or more than 2, add a load_batch method to the dataset"),
-        ("auto", "data_workers=auto cannot add useful workers, or CPU cores are missing: add"),
+        ("auto", "data_workers=auto adds no more workers: they would not help, or CPU cores are lacking. Instead, add"),
     ],
 )
 def test_the_remedy_follows_from_the_workers_that_there_are(workers: int | str, remedy: str) -> None:

@@ -262,7 +262,7 @@ def attend_within_chunk(model: Layers, hidden_btw: Tensor) -> Tensor:
         (lambda model, hidden: hidden.cumsum(1), "combines the tokens"),
         (lambda model, hidden: hidden.roll(1, dims=1), "the input of head differs"),
         (attend_by_hand_behind_zeros, "the input of head differs"),
-        (lambda model, hidden: model.query(hidden.mean(1, keepdim=True)), "the input of query has no dimension of tok"),
+        (lambda model, hidden: model.query(hidden.mean(1, keepdim=True)), "the input of query has no token dimension"),
         (lambda model, hidden: hidden * len(torch.nonzero(hidden > 0)), "reads a shape that depends on values"),
         (lambda model, hidden: hidden * float(f"{hidden.mean():.3f}"), "reads values"),
         (write_into_zeros, "__setitem__ writes chunks of a sequence into a tensor that is not cut"),

@@ -246,7 +246,7 @@ def test_uses_of_divided_tokens_have_the_bits_of_one_process(change: Any) -> Non
         (lambda block, hidden: hidden.data, 16, "calls __get__ on a tensor whose tokens are divided over ranks"),
         (write, 16, "calls __setitem__ on a tensor whose tokens are divided over ranks, which is not supported"),
         (write_to_view, 16, "is a view and is being modified inplace"),
-        (attend, 16, "is transposed, so its gradient has other strides, and sums over tokens would have another order"),
+        (attend, 16, "is transposed, so its gradient has different strides, and sums over tokens would be computed"),
         (
             lambda block, hidden: hidden.mean(1),
             16,
@@ -274,7 +274,11 @@ def test_uses_that_cannot_be_divided_are_refused(change: Any, tokens: int, said:
 @pytest.mark.parametrize(
     ("options", "own", "said"),
     [
-        ({"sequence_parallel": True}, sliced_recipe(), "SlicedRecipe does not define Recipe.blocks. Define it, or set"),
+        (
+            {"sequence_parallel": True},
+            sliced_recipe(),
+            "SlicedRecipe does not define Recipe.blocks. Define Recipe.blocks",
+        ),
         (
             {"loss_parallel": True},
             recipe(),

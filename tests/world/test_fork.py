@@ -77,7 +77,7 @@ def run(program: str, *arguments: str, folder: Path) -> subprocess.CompletedProc
 def test_a_process_that_cuda_refuses_replaces_itself_and_is_waited_for(tmp_path: Path) -> None:
     done = run(REPLACED, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "CUDA was used before the fork of this process, by <string>, line 19. Restarting" in done.stderr
+    assert "CUDA was used by <string>, line 19 before this process was forked. Restarting" in done.stderr
 
 
 # a finished run again, with a plan for cuda where its configuration has cpu: the gate runs without a GPU

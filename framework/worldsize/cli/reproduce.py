@@ -94,8 +94,10 @@ def main() -> None:
     )
     parser.add_argument("--yes", action="store_true", help="run another user's manifest without asking")
     parser.add_argument("--strict", action="store_true", help="refuse to run if anything downgrades the level")
-    parser.add_argument("--approximate", action="store_true", help=
-        "continue without the recorded uncommitted changes if they are missing"
+    parser.add_argument(
+        "--approximate",
+        action="store_true",
+        help="continue without the recorded uncommitted changes if they are missing",
     )
     parser.add_argument(
         "--rebuild", action="store_true", help="rebuild the environment even if the current one is identical"

@@ -108,8 +108,7 @@ def build_settings(
     profiled, steps = settings.observe.profile.steps, settings.training.steps
     if profiled is not None and profiled[1] > steps:
         raise ConfigError(
-            f"profile.steps={list(profiled)} exceeds the length of the run, {steps} steps. Set profile.steps within "
-            "the run."
+            f"profile.steps={list(profiled)} exceeds the length of the run. Set steps of at most {steps}."
         )
     return settings
 

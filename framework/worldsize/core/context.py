@@ -203,5 +203,5 @@ class RunContext:
             ConfigError: this process was started without a launcher. The message starts with ``needs``.
         """
         if self.rendezvous is None:
-            raise ConfigError(f"{needs}. Start the run with a launcher, which starts every role.")
+            raise ConfigError(f"{needs}. Start the run with a launcher, which starts all roles.")
         return self.rendezvous

@@ -212,7 +212,9 @@ def sample_lengths(dataset: Any) -> Lengths:
         ConfigError: the data set does not provide lengths, or is a stream.
     """
     if is_iterable(dataset):
-        raise ConfigError("length_balanced=true requires an indexable data set, but the data are a stream.")
+        raise ConfigError(
+            "length_balanced=true requires an indexable data set, but the data are a stream. Set length_balanced=false."
+        )
     lengths: Lengths | None = getattr(dataset, "lengths", None)
     if lengths is None:
         raise ConfigError(

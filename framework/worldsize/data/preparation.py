@@ -111,7 +111,7 @@ def _lock_folder(folder: Path) -> Iterator[None]:
             yield
     except Timeout:
         raise WorldsizeError(
-            f"another process is preparing {folder}. Wait until it has finished, or choose a different folder."
+            f"another process is preparing {folder}. Wait for it to finish, or choose a different folder."
         ) from None
 
 
@@ -225,8 +225,8 @@ def _make_all(
             progress(done, total)
     except BrokenProcessPool:
         raise WorldsizeError(
-            "a tokenizer process was killed, possibly due to a lack of memory. Run the same command again to resume; "
-            "use fewer --processes to reduce memory usage."
+            "a tokenizer process was killed, possibly because memory ran out. Run the same command again to resume, "
+            "with fewer --processes to reduce memory usage."
         ) from None
     finally:
         for future in futures:

@@ -227,7 +227,7 @@ def _stand_in(source: Source, index: int, error: SampleError) -> Any:
 def count_skipped(index: int, error: SampleError) -> None:
     """Count and log a skipped sample."""
     COUNTS.skipped += 1
-    _logger.warning("sample %d is skipped: %s", index, error)
+    _logger.warning("skipping sample %d: %s", index, error)
 
 
 Array = NDArray[Any]

@@ -128,8 +128,8 @@ class TrainingStream:
                 if states is not None:
                     return {f"{STREAMS}/{name}": _convert_to_tensor(state) for name, state in states.items()}
         raise RuntimeError(
-            f"the state of the training stream at step {step} is no longer available, since the stream was read "
-            "too far ahead."
+            f"the state of the training stream at step {step} is no longer available, because later batches have "
+            "already been read."
         )
 
 

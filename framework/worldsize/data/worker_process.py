@@ -72,7 +72,7 @@ def describe_worker(batches: Iterator[Any], number: int, stacks: WorkerStacks | 
     workers = batches._workers  # type: ignore[attr-defined]  # not in torch's public API
     worker = workers[number % len(workers)]  # round-robin
     where = "Stacks of spawned workers are not available." if stacks is None else stacks.describe_process(worker.pid)
-    return f"Data worker {number % len(workers)} (process {worker.pid}) loads the data. {where}"
+    return f"Data worker {number % len(workers)} (process {worker.pid}) is loading the data. {where}"
 
 
 def kill_workers(batches: Iterator[Any]) -> None:

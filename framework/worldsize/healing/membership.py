@@ -173,7 +173,7 @@ class MembershipChannel:
     def check_membership(self) -> None:
         """Raise MembershipEndedError if the membership has ended."""
         if self.has_ended:
-            raise MembershipEndedError("the members of the gang have changed")
+            raise MembershipEndedError("the members of the process group have changed")
 
     def wait_for_membership(self, step: int, *, is_spare: bool = False) -> Membership:
         """Report that this process stopped after ``step``, and wait for the next membership.
@@ -227,7 +227,7 @@ class MembershipChannel:
             if now - used > _BUSY or not _waits_for_peers():
                 used, since = now, time.monotonic()
             elif time.monotonic() - since > _STUCK:
-                _logger.error("killing this process: it is blocked in a wait and does not stop")
+                _logger.error("killing this process: it is blocked in a wait that cannot be interrupted")
                 faulthandler.dump_traceback()
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -61,7 +61,7 @@ class TrainingMetrics:
         if self.sums and sorted(self.sums) != self._names:
             _logger.warning(
                 "the metrics of the recipe's loss have changed since the checkpoint was saved, from [%s] to [%s]. "
-                "The next logged metrics cover only the steps from this one on.",
+                "The next logged metrics exclude the steps before the checkpoint.",
                 ", ".join(sorted(self.sums)),
                 ", ".join(self._names or []) or "none",
             )

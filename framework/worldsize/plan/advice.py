@@ -154,9 +154,9 @@ def rule_text(cluster: Mapping[str, Any]) -> str:
     if rule == "none" or base is not None:
         return ""
     return (
-        f"cluster.scale_lr={rule} requires cluster.base_batch to train strategies with a fixed number of "
-        "samples per update, such as ddp; the figures below do not depend on it. Set cluster.base_batch "
-        "to the batch size for which lr was tuned, or cluster.scale_lr=none for these strategies."
+        f"cluster.scale_lr={rule} requires cluster.base_batch to train strategies with a fixed number of samples per "
+        "update, such as ddp; the figures below do not depend on lr. Set cluster.base_batch to the batch size for "
+        "which lr was tuned, or cluster.scale_lr=none for these strategies."
     )
 
 
@@ -179,22 +179,24 @@ def links_text(cluster: Cluster, file: Path | None) -> str:
 
 def assumed_overlap_text() -> str:
     return (
-        "Assumed: overlap=0%, so that ranks wait for all communication. Pass e.g. --overlap 0.6 if it can go on during "
-        "60% of the compute."
+        "Assumed: overlap=0%, i.e. ranks wait for all communication. Pass e.g. --overlap 0.6 if communication can "
+        "run during 60% of the compute."
     )
 
 
 def assumed_precision_text(precision: str, element_bytes: int) -> str:
     return (
-        f"Assumed: precision={precision}, {element_bytes} bytes per value. Pass e.g. --precision bf16 if gradients are "
-        "sent in it."
+        f"Assumed: precision={precision}, {element_bytes} bytes per value. Pass e.g. --precision bf16 if gradients "
+        "are sent in bf16."
     )
 
 
 def assumed_link_text(tier: str, link: Link, file: Path) -> str:
     """Explain that a link's bandwidth is an assumption, and how to replace it; ``file``: its source."""
     owner, total = (
-        ("node", "the total of a node's NICs") if tier == "network" else ("process", "that between processes of a node")
+        ("node", "the total bandwidth of a node's NICs")
+        if tier == "network"
+        else ("process", "the bandwidth between processes of a node")
     )
     return (
         f"Assumed: {tier} bandwidth={size_text(link.bandwidth)}/s per {owner} ({file}). Set "

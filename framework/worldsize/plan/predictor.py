@@ -90,7 +90,7 @@ class Predictor:
             needed = rehearsed if cost.same and rehearsed else max(rehearsed, cost.memory_bytes)
             cost = replace(cost, memory_bytes=needed)
         else:
-            by_formula = "--model-size gives no model to rehearse"
+            by_formula = "--model-size does not provide a model to rehearse"
         return replace(forecast(cost, work, self._measure_compute(settings)), by_formula=by_formula)
 
     def _measure_compute(self, settings: Settings) -> float | None:

@@ -64,7 +64,7 @@ def hang_report(logs: Sequence[Path]) -> str:
     told = sorted(written, key=lambda each: _is_waiting(each[1]))[:_RANKS] if len(written) > _RANKS else written
     lines = [line for name, record in told for line in _format_record(name, record)]
     lines += [f"  and {len(written) - len(told)} more"] if len(written) > len(told) else []
-    return "\n".join(["when the gang hung:", *lines]) if lines else ""
+    return "\n".join(["when the run hung:", *lines]) if lines else ""
 
 
 @final

@@ -224,7 +224,7 @@ class _Equal(Combination):
             if not torch.equal(value, least):
                 raise ConfigError(
                     f'the buffer {slot.name} is declared as "equal" in Recipe.buffers but differs between logical '
-                    'ranks. Declare it as "sum", "mean" or "last", or compute it without the data and random numbers.'
+                    'ranks. Declare it as "sum", "mean" or "last", or compute it without using data or random numbers.'
                 )
             _write_value(slot, _decode_value(value, slot.tensor))
 

@@ -65,16 +65,16 @@ def attend_by_chunk(
     if dropout_p:
         raise ConfigError(
             f"dropout_p={dropout_p} of scaled_dot_product_attention is not supported for sequences in chunks. Set the "
-            f"dropout of attention to 0, or {layout.name_key()}=1."
+            f"attention dropout to 0, or {layout.name_key()}=1."
         )
     if not all(isinstance(each, Chunks) and each.ndim == 4 for each in (query, key, value)):
         raise ConfigError(
-            "scaled_dot_product_attention supports chunks of sequences only in all of query, key and value, of shape "
-            f"(batch, heads, time, features). Set {layout.name_key()}=1."
+            "with sequences in chunks, scaled_dot_product_attention requires query, key and value in chunks, each of "
+            f"shape (batch, heads, time, features). Set {layout.name_key()}=1."
         )
     if key.shape[1] != query.shape[1] and not enable_gqa:
         raise ConfigError(
-            f"attention has {query.shape[1]} heads of queries but {key.shape[1]} of keys. Set enable_gqa=True."
+            f"attention has {query.shape[1]} query heads but {key.shape[1]} key heads. Set enable_gqa=True."
         )
     if is_causal and key.shape[-2] != query.shape[-2]:
         raise ConfigError(
@@ -82,7 +82,7 @@ def attend_by_chunk(
             f"a mask, or set {layout.name_key()}=1."
         )
     if attn_mask is not None and is_causal:
-        raise ConfigError("an attention mask and is_causal=True exclude each other. Set one of them.")
+        raise ConfigError("an attention mask and is_causal=True are mutually exclusive; pass one of them.")
     options = _Options(is_causal, scale, _list_masks(layout, attn_mask, key))
     tensors = [*query.parts, *key.parts, *value.parts]
     if torch.is_autocast_enabled(query.device.type):

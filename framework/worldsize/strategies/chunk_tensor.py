@@ -305,14 +305,15 @@ class _Call:
         is_alone = len(self._layout.parts) == 1 and not self._layout.is_complete
         if not is_alone and any(isinstance(each, Tensor) and not isinstance(each, Chunks) for each in targets):
             raise ConfigError(
-                f"{name} writes chunks of a sequence into a tensor that is not cut. Create it like an existing "
-                f"tensor, with torch.zeros_like, or set {self._layout.name_key()}=1."
+                f"{name} writes chunks of a sequence into a tensor that is not cut into chunks. Create that tensor "
+                f"from one in chunks, with torch.zeros_like, or set {self._layout.name_key()}=1."
             )
 
     def _create_refusal(self, what: str) -> ConfigError:
         name = getattr(self._func, "__name__", str(self._func))
         return ConfigError(
-            f"the model {what} ({name}), of sequences that are cut into chunks. Set {self._layout.name_key()}=1."
+            f"the model {what} ({name}) of sequences that are cut into chunks, which is not supported. Set "
+            f"{self._layout.name_key()}=1."
         )
 
 
@@ -440,14 +441,16 @@ def _iterate(_: ChunkLayout, chunks: Tensor) -> Iterator[Tensor]:
 
 def _refuse(why: str) -> Callable[..., Any]:
     def refuse(layout: ChunkLayout, *args: Any, **kwargs: Any) -> Any:
-        raise ConfigError(f"the model {why} of sequences that are cut into chunks. Set {layout.name_key()}=1.")
+        raise ConfigError(
+            f"the model {why} of sequences that are cut into chunks, which is not supported. Set {layout.name_key()}=1."
+        )
 
     return refuse
 
 
 def _encode_classes(_: ChunkLayout, tensor: Tensor, num_classes: int = -1) -> Tensor:
     if num_classes < 0:
-        raise ConfigError("torch.nn.functional.one_hot of a sequence in chunks requires num_classes. Set it.")
+        raise ConfigError("torch.nn.functional.one_hot of a sequence in chunks requires num_classes. Pass num_classes.")
     encoded: Tensor = call_by_part(partial(F.one_hot, num_classes=num_classes), tensor)
     return encoded
 
@@ -509,5 +512,5 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.one_hot: _encode_classes,
     Tensor.__iter__: _iterate,
     **dict.fromkeys(_READS_VALUES, _refuse("reads values")),
-    **dict.fromkeys(_COMBINES_TOKENS, _refuse("combines the tokens, other than by scaled_dot_product_attention,")),
+    **dict.fromkeys(_COMBINES_TOKENS, _refuse("combines the tokens (other than with scaled_dot_product_attention)")),
 }

@@ -132,9 +132,12 @@ def _compare_tensors(whole: _Tensors, parts: _Tensors, layout: ChunkLayout, leng
             continue  # no tokens
         pairs = _pair_parts(expected, found, layout, length)
         if pairs is None:
-            fact = "has no dimension of tokens, or they are selected by value"
+            fact = "has no token dimension, or its tokens are selected by value"
         elif any((wanted - given).norm() > _TOLERANCE * wanted.norm() for wanted, given in pairs):
-            fact = "differs if the sequence is cut into chunks: an operation before it combines tokens, or numbers them"
+            fact = (
+                "differs if the sequence is cut into chunks: an earlier operation combines tokens, or depends on "
+                "their positions"
+            )
         else:
             continue
         raise ConfigError(

@@ -137,9 +137,9 @@ class FSDP(Strategy):
         if size == 1 < cluster.processes and self.reduce == "ordered":
             shard = next(each for each in range(2, cluster.processes + 1) if cluster.processes % each == 0)
             raise ConfigError(
-                f"strategy.shard={self.shard} puts a whole copy of the model on each rank here, so FSDP would not sum "
+                f"strategy.shard={self.shard} puts a whole copy of the model on each rank, so FSDP would not sum "
                 f"gradients in the order of reproducibility=elastic. Set strategy.shard={shard}, or strategy=ddp, "
-                "which gives the same bits."
+                "which gives bitwise identical results."
             )
         if self.accumulate == "sharded" and not self._may_sum_shards(cluster.processes):
             raise ConfigError(

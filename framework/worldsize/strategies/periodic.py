@@ -60,8 +60,9 @@ class PeriodicSyncStrategy(Strategy):
         super().__post_init__()
         if self.reduce == "ordered":
             raise ConfigError(
-                "reduce=ordered is not supported with periodic synchronization: the result depends on the number of "
-                "workers. Set reproducibility=deterministic for the same bits at the same world size."
+                "reproducibility=elastic (strategy.reduce=ordered) is not supported with periodic synchronization: "
+                "the result depends on the number of workers. Set reproducibility=deterministic, which gives bitwise "
+                "identical results at the same world size."
             )
         if self.reduce != "flat":
             raise ConfigError(

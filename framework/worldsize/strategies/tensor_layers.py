@@ -278,7 +278,7 @@ class _DividedLinear(_Divided):
             multiple = VECTOR // math.gcd(VECTOR, features)
             raise ConfigError(
                 f"a slice of {self._name} has {tokens} × {features} outputs, not a multiple of {VECTOR} elements, so "
-                "functions such as GELU would round differently at each strategy.tensor. Use micro-batches with a "
+                "functions such as GELU would round differently for each strategy.tensor. Use micro-batches with a "
                 f"multiple of {multiple} tokens, or set logical_tensor to a smaller number."
             )
 

@@ -141,8 +141,8 @@ def list_blocks(recipe: Recipe, model: nn.Module) -> Sequence[nn.Module]:
     """
     if not (blocks := recipe.blocks(model)):
         raise ConfigError(
-            "strategy.sequence_parallel=true divides the inputs of blocks, but "
-            f"{type(recipe).__name__} does not define Recipe.blocks. Define it, or set it to false."
+            f"strategy.sequence_parallel=true divides the inputs of blocks, but {type(recipe).__name__} does not "
+            "define Recipe.blocks. Define Recipe.blocks, or set strategy.sequence_parallel=false."
         )
     return blocks
 
@@ -523,9 +523,9 @@ class _CopyOfTokens(torch.autograd.Function):
         for each in gradients:
             if split.is_ordered and each is not None and _is_transposed(each):
                 raise ConfigError(
-                    "a tensor whose tokens are divided over ranks is transposed, so its gradient has other strides, "
-                    "and sums over tokens would have another order than in one process. Transpose the output of a "
-                    f"layer instead, or set {split.key}=false."
+                    "a tensor whose tokens are divided over ranks is transposed, so its gradient has different "
+                    "strides, and sums over tokens would be computed in a different order than in a single process. "
+                    f"Transpose the output of a layer instead, or set {split.key}=false."
                 )
         return None, *(None if each is None else split.take_own(each) for each in gradients)
 

@@ -115,8 +115,8 @@ class Checkpointing:
         """Raise CheckpointError if the save of ``step``, the run's last step, failed and the trained model is lost."""
         if self._in_a_row and (last := self._failures[-1]).step == step != last.newest:
             raise CheckpointError(
-                f"training has finished, but its last checkpoint is missing: {_format_failure(last)} `worldsize "
-                "resume` then repeats the steps since the previous checkpoint."
+                f"training has finished, but its last checkpoint is missing: {_format_failure(last)} Run `worldsize "
+                "resume` to repeat the steps since the previous checkpoint."
             )
 
     def list_failed_saves(self) -> list[dict[str, Any]]:

@@ -124,7 +124,7 @@ def _show_end(run: RunDirectory, outcome: Outcome) -> None:
             show_summary(Console(), result, run.path)
     elif saved := complete(run.checkpoints):
         step = parse_step(saved[-1])
-        _logger.error("stopped and saved at step %d; start the same command again to resume", step)
+        _logger.error("stopped and saved at step %d; run the same command again to resume", step)
 
 
 def _first_failure(run: RunDirectory, begun: int) -> Failure | None:

@@ -105,8 +105,8 @@ def leave_bad_fork(program: Sequence[str], pipe: int | None = None) -> None:
     if not torch.cuda._is_in_bad_fork():
         return
     _logger.warning(
-        "CUDA was used before the fork of this process, by %s. Restarting the process, which takes some seconds. "
-        "Use CUDA in Recipe.model, not at import time.",
+        "CUDA was used by %s before this process was forked. Restarting the process, which takes a few seconds. To "
+        "avoid this, use CUDA in Recipe.model, not at import time.",
         _askers[0] if _askers else "a library",
     )
     for entry in Path("/proc/self/fd").iterdir():

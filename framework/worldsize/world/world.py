@@ -89,8 +89,8 @@ def check_size(placement: Placement, roles: Mapping[str, Role]) -> None:
     planned = sum(role.processes for role in roles.values())
     if placement.world_size != planned:
         raise ConfigError(
-            f"the plan has {planned} processes, but the launcher started {placement.world_size}. "
-            f"Set cluster.processes={placement.world_size} or start {planned}."
+            f"the plan has {planned} processes, but the launcher started {placement.world_size}. Set "
+            f"cluster.processes={placement.world_size} or start {planned} processes."
         )
 
 

@@ -110,7 +110,7 @@ def test_a_capacity_smaller_than_a_block_keeps_nothing_and_says_so_once(
             assert read(blocks, number) == bytes([number]) * 10
     assert kept(tmp_path) == {}
     (record,) = caplog.records
-    assert f"a block has {BLOCK:,} bytes, the cache a capacity of {capacity:,}" in record.getMessage()
+    assert f"a block of {BLOCK:,} bytes does not fit into the cache of {capacity:,} bytes" in record.getMessage()
     assert "Increase cache.capacity" in record.getMessage()
 
 

@@ -34,7 +34,7 @@ class KnownEndings(Limit):
     def describe_violation(self, value: Any) -> str | None:
         endings = value if isinstance(value, list | tuple) else []
         unknown = [each for each in endings if each not in DECODERS]
-        return f"has an unknown ending {unknown[0]!r}{neighbours(str(unknown[0]), DECODERS)}" if unknown else None
+        return f"has an unknown extension {unknown[0]!r}{neighbours(str(unknown[0]), DECODERS)}" if unknown else None
 
 
 @final

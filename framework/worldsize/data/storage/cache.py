@@ -107,7 +107,7 @@ class BlockCache:
     def _store_block(self, path: Path, block: bytes) -> None:
         if len(block) > self._cache.capacity * _ROOM:
             return self._warn_once(
-                f"a block has {len(block):,} bytes, the cache a capacity of {self._cache.capacity:,.0f}. "
+                f"a block of {len(block):,} bytes does not fit into the cache of {self._cache.capacity:,.0f} bytes. "
                 "Increase cache.capacity."
             )
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -148,7 +148,7 @@ class BlockCache:
 
     def _warn_once(self, reason: str) -> None:
         if not self._told:
-            _logger.warning("remote data is not cached: %s", reason)
+            _logger.warning("remote data are not cached: %s", reason)
         self._told = True
 
 

@@ -208,6 +208,8 @@ def _suggest_remedy(config: Mapping[str, Any]) -> str:
     workers = config.get("data_workers", 0)
     others = "add a load_batch method to the dataset, or prepare the data once (worldsize prepare, for text)."
     if workers == "auto":
-        return f"data_workers=auto cannot add useful workers, or CPU cores are missing: {others}"
+        return (
+            f"data_workers=auto adds no more workers: they would not help, or CPU cores are lacking. Instead, {others}"
+        )
     more = f", or more than {workers}" if isinstance(workers, int) and workers > 0 else ""
     return f"Set data_workers=auto{more}, {others}"

@@ -171,7 +171,7 @@ _LEGEND = "Dots: measured, with spread. Dashed: predicted. Dotted: ideal. Ring: 
 _RELATIVE = "Samples per second per process, relative to the smallest world size. Dashed: predicted. Ring: the knee."
 _PREDICTED = "Predicted, not measured. Dotted: ideal. Ring: the knee."
 _PREDICTED_SHARE = "Predicted compute share of a step. Ring: the knee."
-_UPRIGHT = " Right of the vertical line: several nodes."
+_UPRIGHT = " Right of the vertical line: multiple nodes."
 
 
 def _throughput(study: Study) -> Plot:

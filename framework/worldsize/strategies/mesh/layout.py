@@ -136,8 +136,8 @@ def check_shapes(shapes: Sequence[Mapping[str, int]], *, heals: bool, pipeline: 
     for shape in shapes:
         if not (isinstance(shape, Mapping) and all(type(size) is int and size > 0 for size in shape.values())):
             raise ConfigError(
-                f"strategy.heal_shapes has {shape!r}, but a shape has a size of 1 or more for some axes. Set "
-                "strategy.heal_shapes=[{tensor: 1}], for example."
+                f"strategy.heal_shapes has {shape!r}, but a shape maps axes to sizes of at least 1. Set e.g. "
+                "strategy.heal_shapes=[{tensor: 1}]."
             )
         for axis, size in shape.items():
             if axis not in axes:
@@ -158,8 +158,8 @@ def check_taken(parts: Sequence[Layout]) -> None:
         earlier = next((each for each in parts[:place] if part.size % each.size == 0), None)
         if earlier is not None:
             raise ConfigError(
-                f"strategy.heal_shapes: {part.format_sizes()} would never be taken: any multiple of its {part.size} "
-                f"processes is one of {earlier.format_sizes()}, an earlier shape. Remove it."
+                f"strategy.heal_shapes: {part.format_sizes()} would never be used: {earlier.format_sizes()}, an "
+                f"earlier shape, fits every multiple of its {part.size} processes. Remove {part.format_sizes()}."
             )
 
 

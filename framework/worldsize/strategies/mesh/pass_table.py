@@ -57,7 +57,7 @@ class PassTable:
         """
         if re.fullmatch(r".+\.csv", text.strip(), re.IGNORECASE):
             raise ConfigError(
-                f"{_KEY}={text}: expected the text of the table, which the run records, not a path. Pass "
+                f"{_KEY}={text}: expected the table itself, not a path, because the run records its text. Pass "
                 f"\"{_KEY}='$(cat {text})'\"."
             )
         rows = (line.split(",") for line in text.splitlines())

@@ -67,7 +67,8 @@ class PipelineSchedule:
         if self.stages_per_rank not in (None, 2) and self.kind in _IN_V:
             raise ConfigError(
                 f"strategy.schedule={self.kind} requires two stages per rank, got "
-                f"strategy.stages_per_rank={self.stages_per_rank}. Set it to null, or strategy.schedule=zero_bubble."
+                f"strategy.stages_per_rank={self.stages_per_rank}. Set strategy.stages_per_rank=null, or "
+                "strategy.schedule=zero_bubble."
             )
         starts = [0, *(self.split or [])]
         if self.split is not None and (len(starts) != self.stages or sorted({*starts}) != starts):

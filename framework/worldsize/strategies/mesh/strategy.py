@@ -219,12 +219,14 @@ class Mesh(Strategy):
         ):
             if self.reduce == "ordered" and logical % size:
                 power = 1 << (size - 1).bit_length()
-                remedy = f"Set logical_{axis}={power}, or the largest strategy.{axis} that you will use."
+                remedy = f"Set logical_{axis}={power}, or to the largest strategy.{axis} that you will use."
                 if power != size:
-                    remedy = f"Set strategy.{axis} to a power of two, such as {power}, and logical_{axis} to the same."
+                    remedy = (
+                        f"Set strategy.{axis} to a power of two, such as {power}, and logical_{axis} to the same value."
+                    )
                 raise ConfigError(
-                    f"strategy.{axis}={size} requires logical_{axis} to be a multiple of it, so that the results have "
-                    f"the same bits at each strategy.{axis}; got {logical}. {remedy}"
+                    f"strategy.{axis}={size} requires logical_{axis} to be a multiple of {size}, got {logical}. "
+                    f"Otherwise results would depend on strategy.{axis}. {remedy}"
                 )
 
     @property
