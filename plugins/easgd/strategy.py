@@ -54,8 +54,8 @@ class EASGD(Strategy):
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         if cluster.processes < 2:
             raise ConfigError(
-                "easgd requires one process for the centre and at least one worker; the cluster has "
-                f"{cluster.processes}. Set cluster.processes=3 or more."
+                "easgd requires one process for the centre and at least one worker; got "
+                f"cluster.processes={cluster.processes}. Set cluster.processes=2 or more."
             )
         return {"centre": Role(1, serves=True), "worker": Role(cluster.processes - 1)}
 

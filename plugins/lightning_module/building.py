@@ -42,7 +42,7 @@ def build_component(make: Callable[..., Any], arguments: Mapping[str, Any], *, k
     except Exception as error:
         raise ConfigError(f"{key}: {_get_factory_name(make)} cannot be built: {describe_failure(error)}.") from error
     if value is not None and find_lightning_base(value, base) is None:
-        raise ConfigError(f"{key}: {_get_factory_name(make)} is not a {base} of lightning. Use a subclass of {base}.")
+        raise ConfigError(f"{key}: {_get_factory_name(make)} is not a {base}. Use a subclass of lightning's {base}.")
     return value
 
 

@@ -127,8 +127,8 @@ class ServerGroup:
             )
         if self.servers < 1 or workers < 1:
             raise ConfigError(
-                "a parameter server requires at least one server and one worker; the cluster has "
-                f"{cluster.processes} processes, {self.processes} of them servers. Set "
+                "a parameter server requires at least one server and one worker; got "
+                f"cluster.processes={cluster.processes}, with {self.processes} for servers. Set "
                 f"cluster.processes={max(1, self.processes) + 1} or more."
             )
         if self.wire == "unix" and self.nodes > 1:

@@ -120,7 +120,8 @@ class ParameterServer(Strategy):
         super().__post_init__()
         if self.staleness < 0 or (self.staleness and self.consistency != "bounded"):
             raise ConfigError(
-                f"strategy.staleness={self.staleness} requires strategy.consistency=bounded and must be at least 0."
+                f"strategy.staleness={self.staleness} requires strategy.consistency=bounded, and must be at least 0. "
+                "Set strategy.consistency=bounded, or strategy.staleness=0."
             )
         if self.compression != "none" and self.reduce == "ordered":
             raise ConfigError(

@@ -95,7 +95,7 @@ def test_a_mesh_of_slices_and_chunks_is_rehearsed_on_fakes(rehearse: Any, tmp_pa
         (("strategy=ddp", "cluster.processes=2", "--ranks", "first"), "'first' is not a rank."),
         (("strategy=ddp", "cluster.processes=4", "--ranks", "3-1"), "'3-1' is an empty range. Write the smaller"),
         (("strategy=ddp", "cluster.processes=2", "--steps", "2.5"), "'2.5' is not an integer."),
-        (("strategy=ddp", "cluster.processes=4", "--ranks", "0-1", "--calls", "2"), "the rank is not rehearsed"),
+        (("strategy=ddp", "cluster.processes=4", "--ranks", "0-1", "--calls", "2"), "rank 2 is not rehearsed"),
         (("strategy=ddp", "cluster.processes=2", "--json", "/absent/ranks.json"), "is not writable"),
         (("strategy=ddp", "cluster.processes=2", "--json", "/tmp"), "is not writable"),
         (  # by all ranks alike

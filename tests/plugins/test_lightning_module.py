@@ -369,7 +369,7 @@ def test_values_that_are_no_means_are_refused() -> None:
 def test_arguments_are_those_of_the_class() -> None:
     with pytest.raises(ConfigError, match="unknown key 'recipe.module_args.hiden'; did you mean 'hidden'"):
         recipe(Classifier, module_args={"hiden": 3})
-    with pytest.raises(ConfigError, match="recipe.module: Linear is not a LightningModule of lightning"):
+    with pytest.raises(ConfigError, match="recipe.module: Linear is not a LightningModule"):
         recipe(nn.Linear, module_args={"in_features": 1, "out_features": 1})
     with pytest.raises(ConfigError, match="does not have a train_dataloader. Add it, or set recipe.datamodule"):
         recipe(Classifier, no_datamodule)

@@ -447,7 +447,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
         ({"schedule": "dual"}, "Available: gpipe, 1f1b, interleaved, zero_bubble, zbv, dualpipev"),
         ({"stages_per_rank": 2}, "schedule=interleaved or zero_bubble"),
         ({"stages_per_rank": 3, "schedule": "zbv"}, "requires two stages per rank, got strategy.stages_per_rank=3"),
-        ({"replicate": 3}, "strategy.replicate=3 does not divide the 8 data-parallel parts.*to a divisor of 8"),
+        ({"replicate": 3}, "strategy.replicate=3 does not divide the data-parallel size, 8.*to a divisor of 8"),
         ({"replicate": 8, "reduce": "ordered"}, "leaves one shard per copy"),
         ({"replicate": 2, "on_failure": "heal"}, "Set strategy.replicate=1, or strategy.on_failure=restart"),
         ({"heal_shapes": [{"tensor": 1}]}, "requires strategy.on_failure=heal"),

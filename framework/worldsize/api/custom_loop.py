@@ -258,6 +258,10 @@ def restore(replica: Replica, folder: str | Path, context: RunContext) -> int:
     if saved != now and context.world.rank == 0:
         names = ("logical_ranks", "schedule")
         changes = [f"{name}: {old}, now {new}" for name, old, new in zip(names, saved, now, strict=True) if old != new]
-        warnings.warn(f"{checkpoint.path} was saved by a different loop ({'; '.join(changes)}).", stacklevel=2)
+        warnings.warn(
+            f"{checkpoint.path} was saved by a different loop ({'; '.join(changes)}). Restore these settings to "
+            "continue the same training.",
+            stacklevel=2,
+        )
     replica.load(load_checkpoint(checkpoint, state))
     return checkpoint.step

@@ -64,7 +64,7 @@ def publish_output(output: Path) -> Iterator[Path]:
     """
     draft = output.with_name(f".{output.name}.{secrets.token_hex(4)}")
     if output.exists() or output.is_symlink():
-        raise WorldsizeError(f"{output} exists. Remove it, or choose a different output=PATH.")
+        raise WorldsizeError(f"{output} already exists. Remove it, or choose a different output=PATH.")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         yield draft

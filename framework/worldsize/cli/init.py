@@ -24,7 +24,9 @@ RECIPE = "mine"
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize init", description=__doc__)
-    parser.add_argument("folder", type=Path, help="a new or empty folder, e.g. my_project; its name is the project's")
+    parser.add_argument(
+        "folder", type=Path, help="a new or empty folder, e.g. my_project; its name becomes the project's name"
+    )
     folder = parser.parse_args().folder
     try:
         init(folder)

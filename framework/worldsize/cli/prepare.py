@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", default=BYTES, help=help)
     parser.add_argument("--end", metavar="TOKEN", help="token to append to each document, e.g. '<|endoftext|>'")
     parser.add_argument("--field", default="text", help="field of a JSON line, or column of a Parquet file (text)")
-    help = "documents of a text file: the whole file (default), or each line"
+    help = "what to treat as one document of a text file: the whole file (default), or each line"
     parser.add_argument("--documents", choices=("file", "line"), default="file", help=help)
     parser.add_argument(
         "--processes",
@@ -36,7 +36,7 @@ def main() -> None:
         help="number of processes (default: all cores)",
     )
     parser.add_argument("--shard-mib", type=_parse_count, default=64, help="MiB of text per shard (64)")
-    help = "for an unreadable document: stop (default), or skip and count it"
+    help = "if a document is unreadable: stop (default), or skip and count it"
     parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=help)
     options = parser.parse_args()
     preparation = Preparation(

@@ -46,7 +46,7 @@ def main() -> None:
         "--steps", type=build_integer_parser(Range(least=1)), default=2, help="training steps (default: 2)"
     )
     parser.add_argument(
-        "--without-evaluation", action="store_true", help="skip the evaluation of two batches of each split"
+        "--without-evaluation", action="store_true", help="skip the evaluation (two batches of each split)"
     )
     parser.add_argument(
         "--fake",
@@ -54,7 +54,7 @@ def main() -> None:
         help="use fake tensors, for models that do not fit on this machine (fsdp, hsdp, mesh)",
     )
     parser.add_argument("--calls", type=int, metavar="RANK", help="list the collectives of this rank, in order")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result of each rank")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results of all ranks to FILE")
     exit_process(rehearse(parser.parse_intermixed_args()))
 
 
@@ -108,8 +108,8 @@ def _check_output(options: argparse.Namespace, ranks: Sequence[int]) -> None:
     """Raise ConfigError early if the output cannot be written or shown."""
     if options.calls is not None and options.calls not in ranks:
         raise ConfigError(
-            f"--calls {options.calls}: the rank is not rehearsed. Use one of {abbreviate_ranks(ranks)}, or add the "
-            "rank to --ranks."
+            f"--calls {options.calls}: rank {options.calls} is not rehearsed. Use one of {abbreviate_ranks(ranks)}, "
+            f"or add rank {options.calls} to --ranks."
         )
     file: Path | None = options.json
     if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):

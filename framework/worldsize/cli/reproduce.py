@@ -107,9 +107,9 @@ def main() -> None:
         choices=("auto", *ENGINES),
         nargs="?",
         const="auto",
-        help="run in the recorded image by digest, or in an image built from the recorded lock",
+        help="run in the recorded image by digest, or in an image built from the recorded lock file",
     )
-    parser.add_argument("--base", metavar="IMAGE", help="base image of a built image (python:VERSION-slim)")
+    parser.add_argument("--base", metavar="IMAGE", help="base image to build on (python:VERSION-slim)")
     add_report_options(parser)
     try:
         code = reproduce(Options(**vars(parser.parse_intermixed_args())))

@@ -30,8 +30,8 @@ def main() -> None:
         action="append",
         default=[],
         metavar="PART",
-        help="a configuration key that may have changed (e.g. lr, recipe), 'data', or a part of the state to skip "
-        "(optimizer, schedule, hyperparameters, streams); may be given more than once",
+        help="accept changes of a configuration key (e.g. lr, recipe) or of the data files ('data'), or skip a part "
+        "of the saved state (optimizer, schedule, hyperparameters, streams); may be given more than once",
     )
     options = parser.parse_intermixed_args()
     try:

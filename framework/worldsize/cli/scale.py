@@ -85,7 +85,8 @@ def main() -> None:
         "--knee",
         type=build_number_parser(Range(least=0, most=1)),
         metavar="SHARE",
-        help="minimum speedup per added process, relative to one process (default: the best efficiency x speedup)",
+        help="minimum speedup per added process, relative to one process (default: the knee is at the maximum of "
+        "efficiency x speedup)",
     )
     parser.add_argument(
         "--one-machine", action="store_true", help="run all nodes on this machine, as with worldsize.testing.hosts"

@@ -155,7 +155,7 @@ def apply_topology(cluster: Mapping[str, Any]) -> dict[str, Any]:
     is_spread = cluster.get("placement") == "spread"
     if is_spread and cluster.get("tiers"):
         raise ConfigError(
-            "cluster.placement=spread is not supported with cluster.tiers, because the ranks of a rack are not "
+            "cluster.placement=spread is not supported with cluster.tiers, because the ranks of a rack would not be "
             "consecutive. Set only one of them."
         )
     topology = Topology.read(Path(cluster["topology"]), is_spread=is_spread)

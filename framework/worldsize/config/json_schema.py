@@ -22,7 +22,9 @@ _INTERPOLATION = r"\$\{|^\?\?\?$"
 _TYPES = {int: "integer", float: "number", bool: "boolean", NoneType: "null", list: "array"}
 _CHOICE: JsonSchema = {  # an option of a group: the keys depend on its class
     "type": ["object", "null", "string"],
-    "properties": {"_target_": {"type": "string", "description": "Class or function that takes the other keys."}},
+    "properties": {
+        "_target_": {"type": "string", "description": "Class or function to call with the other keys as arguments."}
+    },
     "pattern": _INTERPOLATION,
 }
 _OF_HYDRA: JsonSchema = {

@@ -116,7 +116,7 @@ def _build_bundled_launcher(node: Mapping[str, Any]) -> BatchLauncher | None:
         )
     kind = resolve_target(target, Allowed(), "launcher")
     if not (inspect.isclass(kind) and issubclass(kind, LaunchMethod) and not inspect.isabstract(kind)):
-        raise ConfigError(f"another user's run has {target} as its launcher, which is not a launcher.")
+        raise ConfigError(f"the launcher of another user's run, {target}, is not a launcher class.")
     if not issubclass(kind, BatchLauncher):
         return None
     given = {name: node[name] for name in kind.finds_job_by if name in node}

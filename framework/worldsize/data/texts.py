@@ -155,7 +155,7 @@ def _parse_field(line: str, field: str) -> str:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the line is not JSON: {error}") from None
+        raise ValueError(f"the line is not valid JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"the line is not a JSON object with a field {field!r}")
     if field not in row:

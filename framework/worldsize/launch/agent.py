@@ -79,7 +79,10 @@ def _read_settings(run: RunDirectory) -> tuple[Settings, Node]:
     place = read_node(os.environ, settings.agents.switches(), cluster.tiers, spare_nodes=cluster.spare_nodes)
     if place.count != cluster.all_nodes:
         spare = f" and cluster.spare_nodes={cluster.spare_nodes}" if cluster.spare_nodes else ""
-        raise ConfigError(f"the run has cluster.nodes={cluster.nodes}{spare}, but was started on {place.count} nodes.")
+        raise ConfigError(
+            f"the run has cluster.nodes={cluster.nodes}{spare}, but was started on {place.count} nodes. Start it on "
+            f"{cluster.all_nodes} nodes."
+        )
     return settings, place
 
 

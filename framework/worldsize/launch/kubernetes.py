@@ -49,7 +49,7 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
     def check(self, cluster: Cluster) -> None:
         if not self.image:
             raise ConfigError(
-                "the Kubernetes launcher requires cluster.image, an image with the code and the environment."
+                "the Kubernetes launcher requires cluster.image. Set it to an image with the code and the environment."
             )
         self.check_image()
         if not any(Path(self.run_root).is_relative_to(each["path"]) for each in self.volumes):

@@ -30,7 +30,10 @@ class Local(NodeLauncher, Launcher):
 
     def check(self, cluster: Cluster) -> None:
         if cluster.nodes != 1:
-            raise ConfigError(f"the local launcher requires cluster.nodes=1, got {cluster.nodes}.")
+            raise ConfigError(
+                f"the local launcher requires cluster.nodes=1, got {cluster.nodes}. Set cluster.nodes=1, or choose a "
+                "different cluster."
+            )
         if cluster.device != "cpu":
             check_gpus(cluster.processes_per_node, device_count(cluster.device), cluster.device)
         _check_network(cluster)

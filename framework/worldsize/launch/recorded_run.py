@@ -71,8 +71,8 @@ def check_typed(overrides: Sequence[str]) -> None:
     """Raise ConfigError if a typed option is only accepted by new runs."""
     if typed := [word for word in overrides if parse_override_key(word) == "init_from"]:
         raise ConfigError(
-            f"{typed[0]} is not supported by resume: a resumed run keeps its initial weights. "
-            "Remove the option, or start a new run; nothing was started."
+            f"{typed[0]} is not supported when resuming: a resumed run keeps its initial weights. Remove the option, "
+            "or start a new run; nothing was started."
         )
 
 

@@ -49,14 +49,17 @@ class Ssh(NodeLauncher, AgentLauncher):
             if shutil.which(tool) is None:
                 raise ConfigError(f"{tool} not found on this machine. Install it, or choose a different cluster.")
         if cluster.all_nodes != len(self.hosts):
-            raise ConfigError(f"cluster.nodes={cluster.nodes}, but cluster.hosts lists {len(self.hosts)} hosts.")
+            raise ConfigError(
+                f"cluster.nodes={cluster.nodes} requires {cluster.all_nodes} hosts including spare nodes, but "
+                f"cluster.hosts lists {len(self.hosts)}. Set cluster.nodes or cluster.hosts."
+            )
         refusals = [refusal for refusal in self._everywhere(self._find_login_error) if refusal]
         if refusals:
             raise ConfigError(f"{'; '.join(refusals)}. Check that `ssh HOST true` succeeds; nothing was started.")
 
     def _find_login_error(self, host: str) -> str | None:
         done = subprocess.run([*self._build_ssh_command(host), "true"], capture_output=True, text=True, check=False)
-        return f"{host}: {done.stderr.strip().rstrip('.') or 'no answer'}" if done.returncode else None
+        return f"{host}: {done.stderr.strip().rstrip('.') or 'no response'}" if done.returncode else None
 
     def launch_agents(self, plan: Plan) -> Job:
         write_key(plan.run_dir)

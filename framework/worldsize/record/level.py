@@ -36,8 +36,11 @@ class Downgrade(NamedTuple):
 def get_promised_level(determinism: Determinism) -> ReproducibilityLevel:
     """Return the reproducibility level that a mode guarantees."""
     if determinism.reduce == "ordered":
-        why = "depends only on configuration and seed, at any number of processes and any mesh that logical_ranks,"
-        allowed = f"{why} logical_tensor and logical_context allow, on this CPU or GPU model and torch build"
+        why = (
+            "depends only on the configuration and the seed, for any number of processes and any mesh compatible "
+            "with logical_ranks,"
+        )
+        allowed = f"{why} logical_tensor and logical_context, on this CPU or GPU model and torch build"
         return ReproducibilityLevel("bitwise", allowed)
     if determinism.deterministic:
         why = "deterministic kernels, pinned threads and libraries; sums depend on the number of processes"

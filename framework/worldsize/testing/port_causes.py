@@ -191,7 +191,8 @@ def _explain_first_loss(
         )
     return (
         f"the loss: with the same weights, the same batch and no dropout, the recipe has {ours_without!r} and the "
-        f"reference {theirs_without!r}. Compare Recipe.loss, Recipe.collate and the mode of the model with the program."
+        f"reference {theirs_without!r}. Compare Recipe.loss, Recipe.collate and the mode of the model with those of "
+        "the program."
     )
 
 

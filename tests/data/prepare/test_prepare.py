@@ -192,7 +192,7 @@ def test_a_folder_with_other_shards_or_files_is_left_as_it_is(corpus: Path, toke
 
 
 BAD = {
-    "row.jsonl": (b'{"text": "ok"}\n{"text": oh}\n', "byte 15: the line is not JSON"),
+    "row.jsonl": (b'{"text": "ok"}\n{"text": oh}\n', "byte 15: the line is not valid JSON"),
     "field.jsonl": (b'{"text": "ok"}\n{"texts": "oh"}\n', "byte 15: field 'text' not found; did you mean 'texts'?"),
     "null.jsonl": (b'{"text": "ok"}\n{"text": null}\n', "byte 15: field 'text' is null"),
     "list.jsonl": (b'{"text": "ok"}\n[1]\n', "byte 15: the line is not a JSON object"),

@@ -51,7 +51,7 @@ def test_a_line_that_is_no_json_is_named_with_its_file_and_byte(tmp_path: Path, 
     broken = source("json_lines", path)
     assert [broken[0], broken[2]] == [{"id": 0}, {"id": 2}]
     place = path.read_bytes().index(b"2}")
-    message = f"{path}, byte {place}: the line is not JSON: .*Repair the file, or set on_error=skip for the data"
+    message = f"{path}, byte {place}: the line is not valid JSON: .*Repair the file, or set on_error=skip for the data"
     with pytest.raises(SampleError, match=message):
         broken[1]
 
@@ -60,7 +60,7 @@ def test_a_line_that_is_no_json_is_named_with_its_file_and_byte(tmp_path: Path, 
 def test_a_line_that_python_cannot_hold_is_no_json_either(line: bytes, tmp_path: Path, source: Damaged) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"id": 0}\n' + line + b"\n")
-    with pytest.raises(SampleError, match=f"{path}, byte 1[01]: the line is not JSON"):
+    with pytest.raises(SampleError, match=f"{path}, byte 1[01]: the line is not valid JSON"):
         source("json_lines", path)[1]
 
 
@@ -76,7 +76,7 @@ def test_skipping_takes_a_good_sample_and_is_counted_and_logged(
     assert set(read) == {0, 3}
     assert COUNTS.skipped - before == 3
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        f"sample {index} is skipped" for index in (1, 2, 4)
+        f"skipping sample {index}" for index in (1, 2, 4)
     ]
     assert f"{path}, byte 17" in caplog.records[0].getMessage()
 
@@ -262,7 +262,9 @@ def test_an_image_that_has_changed_since_it_was_indexed_is_named(files: Callable
     assert len(images) == SAMPLES
     path = folder / "cat" / "004.png"
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(SampleError, match=f"{path}, byte 20: the file is shorter than the .* bytes in the index"):
+    with pytest.raises(
+        SampleError, match=f"{path}, byte 20: the file is shorter than the .* bytes recorded in the index"
+    ):
         images[2]
     path.unlink()
     with pytest.raises(SampleError, match=f"{path}, byte 0: read failed: No such file"):

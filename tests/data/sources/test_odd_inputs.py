@@ -223,7 +223,7 @@ def test_pieces_that_leave_out_documents_are_made_anew_by_one_that_stops(
         patched.setattr("worldsize.data.preparation._finalize_shards", stop)
         with pytest.raises(KeyboardInterrupt):
             preparation(tmp_path, "skip").write_shards(tmp_path / "out", processes=1)
-    with pytest.raises(WorldsizeError, match="byte 16: the line is not JSON.*--on-error skip"):
+    with pytest.raises(WorldsizeError, match="byte 16: the line is not valid JSON.*--on-error skip"):
         preparation(tmp_path, "stop").write_shards(tmp_path / "out", processes=1)
     next((tmp_path / "out" / ".pieces").glob("piece_*")).write_text("{")  # it is rebuilt
     assert preparation(tmp_path, "skip").write_shards(tmp_path / "out", processes=1)["documents"] == 1

@@ -54,9 +54,9 @@ class JsonLines(IndexedSource):
             parsed = json.loads(line)
         except json.JSONDecodeError as error:
             place = start + len(error.doc[: error.pos].encode(errors="surrogatepass"))
-            raise SampleError(f"{file.name}, byte {place}: the line is not JSON: {error.msg}.") from None
+            raise SampleError(f"{file.name}, byte {place}: the line is not valid JSON: {error.msg}.") from None
         except (ValueError, RecursionError) as error:  # not UTF-8, an oversized integer, or nested too deeply
-            raise SampleError(f"{file.name}, byte {start}: the line is not JSON: {error}.") from None
+            raise SampleError(f"{file.name}, byte {start}: the line is not valid JSON: {error}.") from None
         return parsed if self.columns is None else _select_columns(parsed, self.columns, f"{file.name}, byte {start}")
 
 

@@ -193,8 +193,8 @@ class LocalFolder(Folder):
         if len(data) != size:
             changed = "longer" if len(data) > size else "shorter"
             raise SampleError(
-                f"{self.name}/{name}, byte {min(size, len(data))}: the file is {changed} than the {size:,} bytes in "
-                "the index. Restore the file, or touch the folder to rebuild the index."
+                f"{self.name}/{name}, byte {min(size, len(data))}: the file is {changed} than the {size:,} bytes "
+                "recorded in the index. Restore the file, or touch the folder to rebuild the index."
             )
         COUNTS.read += size
         return data

@@ -314,13 +314,13 @@ class Mesh(Strategy):
             )
         if data % self.replicate:
             raise ConfigError(
-                f"strategy.replicate={self.replicate} does not divide the {data} data-parallel parts. Set it to a "
+                f"strategy.replicate={self.replicate} does not divide the data-parallel size, {data}. Set it to a "
                 f"divisor of {data}, or cluster.processes to a multiple of {self.replicate * rest}."
             )
         if data == self.replicate > 1 and self.reduce == "ordered":
             raise ConfigError(
                 f"strategy.replicate={self.replicate} leaves one shard per copy, so FSDP would not sum gradients in "
-                "the order of reproducibility=elastic. Set it to a smaller divisor of the data-parallel parts."
+                "the order of reproducibility=elastic. Set it to a smaller divisor of the data-parallel size."
             )
         return Layout({**part.sizes, "data": data}, part.order, self.replicate)
 
