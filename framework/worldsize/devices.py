@@ -18,7 +18,7 @@ _KNOWN = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")  # listed in errors, plus 
 _NO_DEVICES = ("meta", "lazy", "vulkan", "opengl", "opencl", "ideep", "mkldnn", "fpga", "ve", "ipu", "hip")
 _CALLED = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}  # alias to torch's name
 _XLA = (
-    "cluster.device={kind} requires torch_xla, which is not supported. Set cluster.device=cpu or cuda; "
+    "cluster.device={kind} is not supported, because it requires torch_xla. Set cluster.device=cpu or cuda; "
     "docs/howto/gpus.md describes the steps to support TPUs."
 )
 

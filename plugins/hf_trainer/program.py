@@ -69,6 +69,6 @@ def _find_unsupported(trainer: Any) -> Iterator[str]:
         yield "Trainer(eval_dataset={...}) with several datasets is not supported. Pass one dataset."
     if has_metrics(trainer) and getattr(trainer.args, "predict_with_generate", False):
         yield (
-            "TrainingArguments(predict_with_generate=True) is not supported: compute_metrics receives "
-            "logits, not generated tokens. Remove it, or remove compute_metrics."
+            "TrainingArguments(predict_with_generate=True) is not supported: compute_metrics receives logits, not "
+            "generated tokens. Remove predict_with_generate, or remove compute_metrics."
         )

@@ -107,7 +107,7 @@ class Gradients:
         for name, each in self._gradients.items():
             if each.losses and not each.spoiled:
                 reasons[name] = (
-                    f"optimizer {name!r} accumulates gradients over several batches, which is not supported. Step in "
+                    f"gradient accumulation over several batches is not supported (optimizer {name!r}). Step in "
                     "every batch after manual_backward, and use an N times larger batch_size with logical_ranks=N."
                 )
         return reasons

@@ -151,7 +151,7 @@ def _signatures(module: Any) -> Iterator[str]:
     for name in inspect.signature(module.training_step).parameters:
         if name in ("dataloader_iter", "optimizer_idx", "hiddens"):
             yield (
-                f"{type(module).__name__}.training_step takes {name}, which is not supported. Use "
+                f"the argument {name} of {type(module).__name__}.training_step is not supported. Use "
                 "training_step(self, batch, batch_idx)."
             )
 

@@ -52,7 +52,7 @@ def single_loader(loaders: Any, name: str) -> DataLoader[Any]:
     if isinstance(loaders, DataLoader) and type(loaders).__iter__ is DataLoader.__iter__:
         return loaders
     if isinstance(loaders, list | tuple | dict) or type(loaders).__name__ == "CombinedLoader":
-        raise ConfigError(f"{name} returned several DataLoaders; only one is supported.")
+        raise ConfigError(f"{name} returned several DataLoaders; only one is supported. Return a single DataLoader.")
     raise ConfigError(f"{name} returned a {type(loaders).__name__}, expected a torch.utils.data.DataLoader.")
 
 

@@ -166,7 +166,8 @@ def _overrides(owner: Any, name: str) -> bool:
 def _create_missing_error(sources: tuple[Any, Any]) -> ConfigError:
     names = " or ".join(type(each).__name__ for each in sources if each is not None)
     return ConfigError(
-        f"{names} does not have a train_dataloader. Add it, or set recipe.datamodule to a LightningDataModule."
+        f"{names} does not have a train_dataloader. Define train_dataloader, or set recipe.datamodule to a "
+        "LightningDataModule."
     )
 
 

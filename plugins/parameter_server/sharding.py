@@ -210,8 +210,8 @@ def check_served(model: nn.Module, optimizer: Optimizer) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise ConfigError(
-                f"{name} is a {type(module).__name__}, whose running statistics are not supported on parameter "
-                "servers. Use LayerNorm or GroupNorm, or strategy=ddp."
+                f"the running statistics of {name} ({type(module).__name__}) are not supported on parameter servers. "
+                "Use LayerNorm or GroupNorm, or strategy=ddp."
             )
 
 
@@ -219,7 +219,7 @@ def refuse_remembering(recipe: Recipe) -> None:
     """Raise ConfigError if a recipe has state across steps, since workers may come and go."""
     if recipe.remembers or saves_state(recipe):
         raise ConfigError(
-            f"{type(recipe).__name__} keeps state between steps, which is not supported with parameter servers: "
+            f"parameter servers do not support recipes with state between steps, such as {type(recipe).__name__}: "
             "workers may join and leave. Use strategy=ddp, zero or single."
         )
 
@@ -239,18 +239,17 @@ def check_updates(recipe: Recipe, *, consistency: str, replicas: int, compressio
     kind = type(recipe).__name__
     if consistency != "sync":
         raise ConfigError(
-            f"{kind} uses several updates per step, which requires strategy.consistency=sync. Set "
-            "strategy.consistency=sync, or strategy=ddp."
+            f"several updates per step ({kind}) require strategy.consistency=sync. Set strategy.consistency=sync, or "
+            "strategy=ddp."
         )
     if replicas:
         raise ConfigError(
-            f"{kind} uses several updates per step, which is not supported with standbys. Set "
-            "strategy.replicas=0; with launcher.max_restarts a run resumes from its last checkpoint."
+            f"several updates per step ({kind}) are not supported with standbys. Set strategy.replicas=0; with "
+            "launcher.max_restarts a run resumes from its last checkpoint."
         )
     if compression != "none":
         raise ConfigError(
-            f"{kind} uses several updates per step, which is not supported with compression. Set "
-            "strategy.compression=none."
+            f"several updates per step ({kind}) are not supported with compression. Set strategy.compression=none."
         )
 
 
@@ -262,6 +261,6 @@ def check_no_tables(recipe: Recipe, model: nn.Module) -> None:
     """
     for name in sparse_embeddings(model):
         raise ConfigError(
-            f"{name} has sparse=True, which is not supported with several updates per step "
-            f"({type(recipe).__name__}). Set sparse=False."
+            f"sparse=True of {name} is not supported with several updates per step ({type(recipe).__name__}). Set "
+            "sparse=False."
         )

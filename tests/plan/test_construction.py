@@ -137,7 +137,7 @@ def test_the_schedule_is_built_too() -> None:
         ),
         (
             Made(make=lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
-            "1 is a BatchNorm1d, whose running statistics",
+            r"the running statistics of 1 \(BatchNorm1d\)",
         ),
     ],
     ids=["hook", "statistics"],
@@ -190,7 +190,7 @@ class Hasty(torch.optim.SGD):
 @pytest.mark.parametrize("strategy", [Single(), ParameterServer()], ids=["single", "parameter server"])
 def test_an_optimizer_that_needs_a_closure_is_refused(make: Any, strategy: Strategy) -> None:
     recipe = Digits(4, 0.1, partial(make, lr=0.1))
-    with pytest.raises(ConfigError, match=f"{make.__name__} requires a closure, which is not supported"):
+    with pytest.raises(ConfigError, match=f"{make.__name__} is not supported, because it requires a closure"):
         check_construction(recipe, strategy)
 
 

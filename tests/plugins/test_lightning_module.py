@@ -371,5 +371,7 @@ def test_arguments_are_those_of_the_class() -> None:
         recipe(Classifier, module_args={"hiden": 3})
     with pytest.raises(ConfigError, match="recipe.module: Linear is not a LightningModule"):
         recipe(nn.Linear, module_args={"in_features": 1, "out_features": 1})
-    with pytest.raises(ConfigError, match="does not have a train_dataloader. Add it, or set recipe.datamodule"):
+    with pytest.raises(
+        ConfigError, match="does not have a train_dataloader. Define train_dataloader, or set recipe.datamodule"
+    ):
         recipe(Classifier, no_datamodule)

@@ -33,7 +33,7 @@ STRATEGIES: Mapping[str, tuple[Strategy, int]] = {  # and the number of processe
 }
 IMPOSSIBLE = {  # and the reason for the refusal
     ("diffusion", "parameter_server"): "does not support weight averaging",
-    ("resnet", "parameter_server"): "whose running statistics are not supported on parameter servers",
+    ("resnet", "parameter_server"): "are not supported on parameter servers",
     ("wgan", "parameter_server"): "has a step hook",
 }
 LIGHT = {("dpo", "parameter_server"), ("gcn", "ddp"), ("wgan", "fsdp")}  # the others are heavy

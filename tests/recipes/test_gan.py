@@ -112,7 +112,7 @@ def test_workers_that_train_apart_go_on_to_the_last_bit(train: Any, name: str, o
         ("mesh", "DCGAN requires several updates per step", "Set strategy=ddp, zero, fsdp or single."),
         (
             "parameter_server",
-            "generator.1 is a BatchNorm2d, whose running statistics are not supported on parameter servers",
+            "the running statistics of generator.1 (BatchNorm2d) are not supported on parameter servers",
             "or strategy=ddp.",
         ),
     ],

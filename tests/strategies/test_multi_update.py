@@ -339,17 +339,17 @@ def test_optimizers_that_do_not_fit_are_refused_before_the_start(recipe: MultiUp
         ),
         (
             ParameterServer(consistency="async"),
-            "which requires strategy.consistency=sync. Set strategy.consistency",
+            "require strategy.consistency=sync. Set strategy.consistency",
         ),
-        (ParameterServer(replicas=1), "which is not supported with standbys. Set strategy.replicas=0"),
+        (ParameterServer(replicas=1), "are not supported with standbys. Set strategy.replicas=0"),
         (
             ParameterServer(compression="bf16"),
-            "which is not supported with compression. Set strategy.compression=none.",
+            "are not supported with compression. Set strategy.compression=none.",
         ),
         (HybridParameterServer(), "but HybridParameterServer supports one"),
         (
             DDP(compress="int8"),
-            "gradient compression or strategy.reduce=hierarchical. Set strategy.compress=none",
+            "do not support several updates per step (Two). Set strategy.compress=none",
         ),
         (DDP(reduce="hierarchical"), "and strategy.reduce=flat"),
         (FSDP(param_dtype="bf16"), "Set strategy.param_dtype=null"),
@@ -397,9 +397,9 @@ class Normed(Two):
         ),
         (
             Rows(),
-            "b has sparse=True, which is not supported with several updates per step (Rows). Set sparse=False.",
+            "sparse=True of b is not supported with several updates per step (Rows). Set sparse=False.",
         ),
-        (Normed(), "b is a BatchNorm1d, whose running statistics are not supported on parameter servers."),
+        (Normed(), "running statistics of b (BatchNorm1d) are not supported on parameter servers."),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, Two) else "",
 )

@@ -70,9 +70,9 @@ PLAN: dict[str, TensorStyle] = {"inner": "column", "outer": "row"}
         (
             {"head": "gathered"},
             2,
-            r"table and head share their weight, and a shared parameter.* Leave head out of Recipe",
+            r"table and head share their weight, and a shared parameter.* Omit head from Recipe",
         ),
-        ({"table": "row"}, 2, r"table and head share their weight, and a shared parameter.* Leave table out of Recipe"),
+        ({"table": "row"}, 2, r"table and head share their weight, and a shared parameter.* Omit table from Recipe"),
     ],
 )
 def test_a_plan_that_does_not_fit_the_model_is_refused(

@@ -46,7 +46,7 @@ def test_a_module_is_no_unit_whose_parameters_others_use() -> None:
 def test_dtypes_of_one_unit_that_differ_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
     refuse_mixed_dtypes(Chain(), model, "size", 1)
-    with pytest.raises(ConfigError, match=r"0\.weight is float32 and 1\.weight is bfloat16.*Make them equal"):
+    with pytest.raises(ConfigError, match=r"0\.weight is float32 and 1\.weight is bfloat16.*Use one dtype"):
         refuse_mixed_dtypes(Chain(), model, "none", 1)
 
 

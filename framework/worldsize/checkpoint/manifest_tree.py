@@ -137,8 +137,8 @@ def _encode_node(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if node is None or isinstance(node, bool | int | float | str):
         return node
     raise CheckpointError(
-        f"{path} is a {type(node).__name__}, which is not supported in checkpoints. "
-        "Use only tensors and plain values (None, bool, int, float, str, and lists, tuples and dicts) in the state."
+        f"{path} is a {type(node).__name__}; checkpoints do not support this type. Use only tensors and plain values "
+        "(None, bool, int, float, str, and lists, tuples and dicts) in the state."
     )
 
 

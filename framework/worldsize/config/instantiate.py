@@ -125,7 +125,7 @@ def build_object(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
 def _check_texts(node: Any, key: str) -> None:
     """Raise ConfigError for strings in ``node`` that Hydra would resolve, perhaps to an unchecked target."""
     if isinstance(node, str) and "${" in node:
-        raise ConfigError(f"{key}: arguments must not contain ${{. Remove it.")
+        raise ConfigError(f"{key}: arguments must not contain ${{. Remove the interpolation.")
     if isinstance(node, Mapping):
         for name, value in node.items():
             _check_texts(name, f"{key}.{name}")

@@ -63,7 +63,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = deepcopy(_parse_config(read_regular(path, at_most=LARGEST).decode()))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"failed to read {path}: {error}. Restore it from a copy of the run.") from None
+        raise ConfigError(f"failed to read {path}: {error}. Restore the file from a copy of the run.") from None
     run = config.get("run") if isinstance(config, dict) else None
     folders = run.get("import_path") if isinstance(run, dict) else None
     if not isinstance(config, dict) or not isinstance(folders, list) or not all(isinstance(e, str) for e in folders):

@@ -323,8 +323,8 @@ def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Clus
         )
     if cluster.processes > most:
         raise ConfigError(
-            f"autoscale.max_processes={most} is less than the initial cluster.processes={cluster.processes}. "
-            f"Set it to {cluster.processes} or more."
+            f"autoscale.max_processes={most} is less than the initial cluster.processes={cluster.processes}. Set "
+            f"autoscale.max_processes={cluster.processes} or more."
         )
 
 

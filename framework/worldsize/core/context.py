@@ -89,10 +89,12 @@ class StepTiming(Protocol):
 @final
 class _NoData(DataSource):
     def micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
-        raise ConfigError(f"no data for step {step}: this process is not part of a run. Start it with a launcher.")
+        raise ConfigError(
+            f"no data for step {step}: this process is not part of a run. Start the process with a launcher."
+        )
 
     def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
-        raise ConfigError("no evaluation data: this process is not part of a run. Start it with a launcher.")
+        raise ConfigError("no evaluation data: this process is not part of a run. Start the process with a launcher.")
 
 
 @final

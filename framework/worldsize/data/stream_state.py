@@ -130,7 +130,7 @@ def _resume_iterator(iterable: Iterable[Any], state: Any) -> Iterator[Any]:
         case _StatefulIterator() as holder:
             holder.set_state(state)
         case _:
-            raise TypeError(f"{type(iterable).__name__} lacks load_state_dict")
+            raise TypeError(f"{type(iterable).__name__} does not define load_state_dict")
     return iterator
 
 

@@ -312,8 +312,7 @@ class _Call:
     def _create_refusal(self, what: str) -> ConfigError:
         name = getattr(self._func, "__name__", str(self._func))
         return ConfigError(
-            f"the model {what} ({name}) of sequences that are cut into chunks, which is not supported. Set "
-            f"{self._layout.name_key()}=1."
+            f"not supported with sequences in chunks: the model {what} ({name}). Set {self._layout.name_key()}=1."
         )
 
 
@@ -367,10 +366,7 @@ def _check_own(chunks: Chunks) -> None:
 
 
 def _create_function_error(what: str) -> ConfigError:
-    return ConfigError(
-        f"{what} was called on a sequence that is cut into chunks, which is not supported. Set strategy.context=1 and "
-        "logical_context=1."
-    )
+    return ConfigError(f"{what} is not supported on sequences in chunks. Set strategy.context=1 and logical_context=1.")
 
 
 def _has_tensor(node: Any) -> bool:
@@ -409,8 +405,7 @@ def _refuse_second_gradient(layout: ChunkLayout) -> None:
     """Raise ConfigError in a backward pass with ``create_graph=True`` (double backward)."""
     if torch.is_grad_enabled():
         raise ConfigError(
-            "a gradient over a sequence in chunks is differentiated again (create_graph=True), which is not "
-            f"supported. Set {layout.name_key()}=1."
+            f"double backward (create_graph=True) is not supported with sequences in chunks. Set {layout.name_key()}=1."
         )
 
 
@@ -441,9 +436,7 @@ def _iterate(_: ChunkLayout, chunks: Tensor) -> Iterator[Tensor]:
 
 def _refuse(why: str) -> Callable[..., Any]:
     def refuse(layout: ChunkLayout, *args: Any, **kwargs: Any) -> Any:
-        raise ConfigError(
-            f"the model {why} of sequences that are cut into chunks, which is not supported. Set {layout.name_key()}=1."
-        )
+        raise ConfigError(f"not supported with sequences in chunks: the model {why}. Set {layout.name_key()}=1.")
 
     return refuse
 

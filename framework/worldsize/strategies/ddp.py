@@ -124,9 +124,8 @@ class DDP(Strategy):
     def check_recipe(self, recipe: Recipe) -> None:
         if recipe.has_several_updates and (self.compress != "none" or self.reduce == "hierarchical"):
             raise ConfigError(
-                f"{type(recipe).__name__} makes several updates per step, which is not supported with gradient "
-                "compression or strategy.reduce=hierarchical. Set strategy.compress=none and strategy.reduce=flat (or "
-                "ordered)."
+                "gradient compression and strategy.reduce=hierarchical do not support several updates per step "
+                f"({type(recipe).__name__}). Set strategy.compress=none and strategy.reduce=flat (or ordered)."
             )
         if self.on_failure == "heal":
             refuse_healing_updates(recipe)

@@ -155,8 +155,8 @@ class _Apart(torch.autograd.Function):
         (gradient,), missing = gradients, [None for _ in ctx.weights]
         if torch.is_grad_enabled():
             raise ConfigError(
-                "a gradient is differentiated again (create_graph=True), but this schedule defers weight gradients. "
-                "Set strategy.schedule=interleaved."
+                "double backward (create_graph=True) is not supported with this schedule, because it defers weight "
+                "gradients. Set strategy.schedule=interleaved."
             )
         if gradient is None:
             return None, None, *missing

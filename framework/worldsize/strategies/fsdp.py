@@ -97,7 +97,7 @@ class FSDP(Strategy):
         if self.on_failure == "heal" and self.accumulate == "sharded" and self.reduce == "ordered":
             raise ConfigError(
                 "strategy.on_failure=heal with reproducibility=elastic is not supported with "
-                "strategy.accumulate=sharded, which sums in a different order on each number of processes. Set "
+                "strategy.accumulate=sharded: the order of sums would depend on the number of processes. Set "
                 "strategy.accumulate=whole, or strategy.on_failure=restart."
             )
 

@@ -112,7 +112,7 @@ class LossWatch:
             return build_max_norm_error(module)
         return ConfigError(
             f"the loss modifies the parameter {name}. All logical ranks of a step use the same weights, so the change "
-            "would be lost or differ between ranks. Make it in place in a hook of the optimizer "
+            "would be lost or differ between ranks. Change the parameter in place in a hook of the optimizer "
             "(optimizer.register_step_post_hook), which runs once per step, or set ema.decay to average all weights."
         )
 
@@ -178,9 +178,10 @@ class LossWatch:
 def build_max_norm_error(name: str) -> ConfigError:
     """Return the error for embedding ``name`` with ``max_norm`` that several processes train."""
     return ConfigError(
-        f"max_norm of {name or 'the model'} is not supported on several processes: the forward pass renormalizes only "
-        "the rows of the local batch. Remove max_norm and renormalize the weight in place in a hook of the optimizer, "
-        "such as weight.copy_(weight.renorm(2, 0, max_norm)) under torch.no_grad(), or use strategy=single."
+        f"max_norm of {name or 'the model'} is not supported with several processes: the forward pass renormalizes "
+        "only the rows of the local batch. Remove max_norm and renormalize the weight in place in a hook of the "
+        "optimizer, such as weight.copy_(weight.renorm(2, 0, max_norm)) under torch.no_grad(), or use "
+        "strategy=single."
     )
 
 

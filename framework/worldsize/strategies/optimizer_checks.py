@@ -203,8 +203,8 @@ def refuse_closures(optimizer: Optimizer) -> None:
         if re.search(r"\bclosure\b", str(error)) is None:
             return  # a different check, or the first step, reports it
         raise ConfigError(
-            f"{type(optimizer).__name__} requires a closure, which is not supported: the loss is computed once per "
-            "update. Use an optimizer without a closure, such as AdamW or Muon."
+            f"{type(optimizer).__name__} is not supported, because it requires a closure: the loss is computed only "
+            "once per update. Use an optimizer without a closure, such as AdamW or Muon."
         ) from None
 
 

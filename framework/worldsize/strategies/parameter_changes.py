@@ -118,8 +118,9 @@ class GradientHooks:
                 for hook in table.values()
             ):
                 raise ConfigError(
-                    "a gradient hook was registered on a parameter while computing the loss. Register it when "
-                    "creating the model or the optimizer; it is then called once per step, with the full gradient."
+                    "a gradient hook was registered on a parameter while computing the loss. Register the hook when "
+                    "creating the model or the optimizer; the hook is then called once per step, with the full "
+                    "gradient."
                 )
         finally:
             for table, hooks in zip(tables, kept, strict=True):

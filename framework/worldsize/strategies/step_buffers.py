@@ -176,8 +176,8 @@ class _Watched:
             raise ConfigError(
                 f"the loss modifies the buffer {self._slot.name}, which has no rule in Recipe.buffers. Declare "
                 f'{{"{self._slot.name}": "sum"}} for a counter of samples, "mean" for averages over a batch, "equal" '
-                'for a counter of steps, "last", or Concatenated(pointer=...) for a queue. Register it with '
-                "persistent=False if any process can recompute it."
+                'for a counter of steps, "last", or Concatenated(pointer=...) for a queue. Register the buffer '
+                "with persistent=False if any process can recompute it."
             )
 
 

@@ -87,13 +87,13 @@ def _check_features(name: str, module: nn.Module, style: TensorStyle, slices: in
         features = module.num_embeddings if style == "row" else module.embedding_dim
     else:
         raise ConfigError(
-            f"{name} is a {kind.__name__}, but only torch.nn.Linear and torch.nn.Embedding can be divided. Leave it "
-            f"out of Recipe.tensor_plan, or set {key}=1."
+            f"{name} is a {kind.__name__}, but only torch.nn.Linear and torch.nn.Embedding can be divided. Omit "
+            f"{name} from Recipe.tensor_plan, or set {key}=1."
         )
     if is_parametrized(module) or any(getattr(module, option, None) for option in _EMBEDDING_OPTIONS):
         raise ConfigError(
             f"{name} is parametrized, or has {', '.join(_EMBEDDING_OPTIONS)}, which a divided layer does not support. "
-            f"Leave it out of Recipe.tensor_plan, or set {key}=1."
+            f"Omit {name} from Recipe.tensor_plan, or set {key}=1."
         )
     if features % slices:
         raise ConfigError(
@@ -111,7 +111,7 @@ def _check_unshared(model: nn.Module, plan: Mapping[str, TensorStyle]) -> None:
             if len(holders[parameter]) > 1:
                 raise ConfigError(
                     f"{' and '.join(holders[parameter])} share their {key}, and a shared parameter cannot be divided. "
-                    f"Leave {name} out of Recipe.tensor_plan, or give each module its own parameter."
+                    f"Omit {name} from Recipe.tensor_plan, or give each module its own parameter."
                 )
 
 
@@ -218,8 +218,8 @@ class _Divided:
         """Raise ConfigError for double backward (``create_graph=True``), if it needs other ranks."""
         if self._group is not None and torch.is_grad_enabled():
             raise ConfigError(
-                f"the gradient of {self._name} is differentiated again (create_graph=True), which tensor parallelism "
-                "does not support. Set strategy.tensor=1."
+                f"double backward (create_graph=True) through {self._name} is not supported with tensor parallelism. "
+                "Set strategy.tensor=1."
             )
 
 

@@ -286,8 +286,8 @@ def _refuse_second_gradient() -> None:
     """Raise ConfigError in a backward pass with ``create_graph=True`` (double backward)."""
     if torch.is_grad_enabled():
         raise ConfigError(
-            "a gradient is differentiated again (create_graph=True), which is not supported if tokens are divided over "
-            "ranks. Set strategy.sequence_parallel=false and strategy.loss_parallel=false."
+            "double backward (create_graph=True) is not supported if tokens are divided over ranks. Set "
+            "strategy.sequence_parallel=false and strategy.loss_parallel=false."
         )
 
 

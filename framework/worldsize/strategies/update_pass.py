@@ -184,8 +184,8 @@ class UpdatePass:
                 if one != another:
                     raise ConfigError(
                         f"{self._kind}.updates: in step {self._batch.step}, the learning rate of {owner!r} is {one:g} "
-                        f"on rank 0 but {another:g} on rank {rank}. Set it from the step only, not from data or random "
-                        "numbers."
+                        f"on rank 0 but {another:g} on rank {rank}. Make the learning rate depend only on the step, "
+                        "not on data or random numbers."
                     )
 
     def _metrics_key(self) -> int:

@@ -86,7 +86,7 @@ def refuse_mixed_dtypes(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int
             if other.dtype != parameter.dtype:
                 raise ConfigError(
                     f"parameters of a sharded unit require one dtype, but {first} is {_format_dtype(parameter)} and "
-                    f"{name} is {_format_dtype(other)}. Make them equal, put each dtype into a separate block in "
+                    f"{name} is {_format_dtype(other)}. Use one dtype, put each dtype into a separate block in "
                     "Recipe.blocks, or use strategy=ddp."
                 )
 

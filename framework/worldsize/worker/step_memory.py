@@ -84,9 +84,9 @@ class StepMemory:
         """Raise ConfigError if the recipe's state has changed since :meth:`share_step`; the change could be lost."""
         if self._shared and self._encode_states() != self._shared:
             raise ConfigError(
-                f"{self._kind} changed its state outside of micro_batch_loss, in an optimizer hook or in evaluate, "
-                "which is not supported with strategy.on_failure=heal. Change the state only in micro_batch_loss, or "
-                "set strategy.on_failure=restart."
+                f"with strategy.on_failure=heal, {self._kind} may change its state only in micro_batch_loss, not in "
+                "an optimizer hook or in evaluate. Change the state in micro_batch_loss, or set "
+                "strategy.on_failure=restart."
             )
 
     def restore_or_share(self, first: TrainingProgress) -> TrainingProgress:

@@ -200,9 +200,9 @@ class Stage(nn.Module):
         output = layer(*args)
         if not torch.equal(before, get_generator_state(self._device)):
             raise ConfigError(
-                f"layer {place} in Recipe.layers, {type(layer).__name__}, draws random numbers, but neither it nor the "
-                "layer before it is a module of the model, so the numbers would depend on strategy.pipeline. Make it a "
-                "module of the model, or set strategy.pipeline=1."
+                f"layer {place} in Recipe.layers, {type(layer).__name__}, draws random numbers, but neither it nor "
+                "the layer before it is a module of the model, so the numbers would depend on strategy.pipeline. "
+                "Make the layer a module of the model, or set strategy.pipeline=1."
             )
         return output
 
