@@ -54,7 +54,7 @@ def test_the_costs_of_a_billion_parameters_on_eight_gpus_are_the_textbooks(
     table = rows(done.stdout)
     assert table["ddp"] == expected
     assert table["fsdp"][0] == "1.00 GB *"
-    assert "single: strategy=single runs on one process; the cluster has 8." in done.stdout
+    assert "single: strategy=single requires cluster.processes=1, got 8." in done.stdout
     assert set(table) == {"ddp", "fsdp"}
 
 

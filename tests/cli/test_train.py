@@ -271,7 +271,7 @@ REFUSALS = {
         "Available: flat. reproducibility=elastic requires strategy.reduce=ordered. Set a different level, or e.g. "
         "strategy=ddp.",
     ),
-    "single on two": (["strategy=single"], "strategy=single runs on one process; the cluster has 2."),
+    "single on two": (["strategy=single"], "strategy=single requires cluster.processes=1, got 2."),
     "a mesh whose recipe does not say how layers divide": (
         ["strategy=mesh", "strategy.tensor=2"],
         "Digits does not define a tensor-parallel plan for its model. Define Recipe.tensor_plan, or set "

@@ -71,7 +71,7 @@ def test_a_run_goes_on_with_other_workers_at_the_rate_of_their_updates_once_that
             "strategy=diloco cluster.processes=4 cluster.scale_lr=sqrt cluster.base_batch=48",
             "global batch 24 (batch_size=96 / 4 workers) · lr 0.0141421 = 0.02 × √(24/48) (cluster.scale_lr=sqrt)\n",
         ),
-        ("strategy=local_sgd cluster.processes=4", "lr 0.02 at any number of workers (cluster.scale_lr=none)\n"),
+        ("strategy=local_sgd cluster.processes=4", "lr 0.02 with any number of workers (cluster.scale_lr=none)\n"),
         (
             "strategy=parameter_server strategy.consistency=async cluster.processes=3",
             "global batch 48 (batch_size=96 / 2 logical ranks) · lr 0.02, divided among the updates\n",

@@ -41,7 +41,7 @@ def manifest(size: int = 100, **determinism: object) -> dict[str, Any]:
 
 def test_another_order_of_samples_is_another_result() -> None:
     assert downgrades(manifest(order=2), manifest(order=2)) == []
-    expected = [Downgrade("tolerance", "order of samples: 3 -> 4")]
+    expected = [Downgrade("tolerance", "sample order: 3 -> 4")]
     assert downgrades(manifest(order=3), manifest(order=4)) == expected
 
 
@@ -98,5 +98,5 @@ def test_another_division_of_layers_lowers_the_level_unless_sums_are_ordered() -
 
 def test_a_record_without_a_version_of_the_order_has_the_first_which_small_data_keep() -> None:
     assert downgrades(manifest(), manifest(order=2)) == []
-    expected = [Downgrade("tolerance", "order of samples: 1 -> 2")]
+    expected = [Downgrade("tolerance", "sample order: 1 -> 2")]
     assert downgrades(manifest(size=1 << 23), manifest(order=2)) == expected

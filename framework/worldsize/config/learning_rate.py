@@ -57,7 +57,7 @@ def apply_lr_scaling(shape: RunShape, lr: float | None, *, batch_size: int) -> f
         name = type(shape.strategy).__name__
         what = "an update" if _count_update_parts(shape) is None else "a step (each update with a part of lr)"
         raise ConfigError(
-            f"cluster.scale_lr={rule} has no effect with {name}: {what} has batch_size={batch_size} samples at any "
+            f"cluster.scale_lr={rule} has no effect with {name}: {what} has batch_size={batch_size} samples with any "
             "number of processes. Set cluster.scale_lr=none, or set cluster.base_batch to the batch size for which "
             f"lr={lr:g} was tuned."
         )
@@ -86,7 +86,7 @@ def _origin(shape: RunShape, lr: float, batch_size: int) -> str:
         before = lr / rate_factor(rule, samples=samples, base=base)
         return f" = {before:g} × {f'√({ratio})' if rule == 'sqrt' else ratio} (cluster.scale_lr={rule})"
     if _is_worker_dependent(shape):
-        return " at any number of workers (cluster.scale_lr=none)"
+        return " with any number of workers (cluster.scale_lr=none)"
     return "" if _count_update_parts(shape) is None else ", divided among the updates"
 
 

@@ -189,7 +189,7 @@ def _build_rank_table(times: Mapping[int, TimingRow], step: StepRow) -> Table:
         cells = [f"{1e3 * each:.2f} ms" if each == each else "" for each in seconds[rank]]
         table.add_row(str(rank), *cells, "slowest" if is_slowest else "", style="yellow" if is_slowest else None)
     if len(order) > _RANKS:
-        table.caption = f"the slowest {_RANKS} of {len(order)}"
+        table.caption = f"the slowest {_RANKS} of {len(order)} ranks"
     return table
 
 

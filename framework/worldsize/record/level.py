@@ -169,7 +169,7 @@ def _compare_machines(original: Mapping[str, Any], present: Mapping[str, Any]) -
     yield from _variables(original["determinism"].get("environment", {}), present["determinism"].get("environment", {}))
     then, now = (manifest["determinism"].get("order", 1) for manifest in (original, present))
     if orders_differ(then, now, original):
-        yield Downgrade("tolerance", f"order of samples: {then} -> {now}")
+        yield Downgrade("tolerance", f"sample order: {then} -> {now}")
     if original["determinism"]["reduce"] == "ordered":
         return
     for what, path in _DECIDES_SUMS.items():

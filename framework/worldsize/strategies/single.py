@@ -22,8 +22,8 @@ class Single(Strategy):
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         if cluster.processes != 1:
             raise ConfigError(
-                f"strategy=single runs on one process; the cluster has {cluster.processes}. "
-                "Set cluster.processes=1, or strategy=ddp."
+                f"strategy=single requires cluster.processes=1, got {cluster.processes}. Set cluster.processes=1, or "
+                "strategy=ddp."
             )
         return {"worker": Role(processes=1)}
 

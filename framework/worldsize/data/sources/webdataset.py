@@ -181,5 +181,6 @@ def _parse_members(data: bytes, place: str) -> Iterator[tuple[tarfile.TarInfo, i
             offset = begins + -(-member.size // _HEADER) * _HEADER
     except tarfile.TarError as error:
         raise SampleError(
-            f"{place}: the tar file has changed: {error}. Restore the file, or remove its index from the cache."
+            f"{place}: the tar file changed after it was indexed: {error}. Restore the file, or remove its index from "
+            "the cache."
         ) from None

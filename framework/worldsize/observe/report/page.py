@@ -196,7 +196,7 @@ def collect_facts(record: Record) -> list[tuple[str, str]]:
     digest, level = record.results.get("state_digest"), read_recorded_level(manifest)
     shown = {
         "run": manifest["run_id"],
-        "re-creates": manifest["parent_run"],
+        "reproduces": manifest["parent_run"],
         "recipe": _get_target(config, "recipe"),
         "strategy": _get_target(config, "strategy"),
         "global batch": config.get("batch_size"),

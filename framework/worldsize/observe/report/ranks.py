@@ -109,7 +109,7 @@ def step_breakdown(record: Record) -> list[Chart]:
         (f"{name} {middle:.3g} ms", f"c{index + 1}")
         for index, (name, middle) in enumerate(zip(names, typical, strict=True))
     )
-    return [Chart("Step breakdown", plot.draw("Step breakdown"), "Mean over ranks; medians in the key.", key)]
+    return [Chart("Step breakdown", plot.draw("Step breakdown"), "Mean over ranks; medians in the legend.", key)]
 
 
 def _average_by_step(lines: Sequence[Line], names: Sequence[str]) -> tuple[list[int], Numbers]:
