@@ -112,7 +112,7 @@ def _convert_to_scalar(name: str, value: Any) -> Tensor:
     elif isinstance(value, Real):
         return torch.tensor(float(value), dtype=torch.float64)
     else:
-        fact = f"a {type(value).__name__}"
+        fact = f"an object of type {type(value).__name__}"
     raise ConfigError(
         f"Recipe.evaluate returned {fact} for the metric {name!r}. Return (sum, count), two real scalars or numbers."
     )

@@ -174,6 +174,6 @@ def _find_joined_metrics(module: nn.Module) -> Iterator[str]:
     for name, part in module.named_modules():
         if type(part).__module__.split(".")[0] == "torchmetrics" and not is_metric(part):
             yield (
-                f"{type(module).__name__}.{name} is a {type(part).__name__} whose metrics share state, which is "
-                "not supported. Assign each metric to a separate attribute of the module."
+                f"metrics that share state are not supported: {type(module).__name__}.{name} ({type(part).__name__}). "
+                "Assign each metric to a separate attribute of the module."
             )

@@ -61,7 +61,7 @@ def call_configure_optimizers(module: Any) -> Configured:
     returned = module.configure_optimizers()
     optimizers, schedules = _split_returned(returned)
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        what = "None" if returned is None else f"a {type(returned).__name__}"
+        what = "None" if returned is None else f"an object of type {type(returned).__name__}"
         raise ConfigError(
             f"{type(module).__name__}.configure_optimizers returned {what}. Return an optimizer, a list of "
             "optimizers, lists of optimizers and schedules, or dicts with 'optimizer' and 'lr_scheduler'."

@@ -133,6 +133,6 @@ def extract_loss(output: Any, name: str) -> Tensor:
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = "None" if loss is None else f"a {type(loss).__name__}"
+        what = "None" if loss is None else f"an object of type {type(loss).__name__}"
         raise ConfigError(f"{name} returned {what}. Return the loss, a scalar tensor, or a dict with it as 'loss'.")
     return loss.reshape(()) if loss.ndim else loss

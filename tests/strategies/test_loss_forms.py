@@ -30,7 +30,7 @@ _TEXT = "# @package _global_\n# own\nsteps: 4\nbatch_size: 24\nrecipe: {_target_
     [
         (torch.zeros(()), "the recipe's loss does not require grad"),
         (None, "the recipe's loss returned None. Return the mean"),
-        (LossOutput(3.5), "the recipe's loss returned a float. Return the mean"),  # type: ignore[arg-type]
+        (LossOutput(3.5), "the recipe's loss returned an object of type float. Return the mean"),  # type: ignore[arg-type]
         (torch.zeros(3, requires_grad=True), r"a tensor of shape \[3\], expected a scalar"),
         ((torch.zeros(()), torch.ones(())), "does not require grad"),
     ],

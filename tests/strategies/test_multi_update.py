@@ -242,7 +242,7 @@ class Returning(Two):
     ("recipe", "message"),
     [
         (TakesName(), "the metric names loss/b and lr/b are reserved for the optimizer 'b'. Rename the metric"),
-        (Returning(3), "Returning.updates returned a int. Return metrics by name"),
+        (Returning(3), "Returning.updates returned an object of type int. Return metrics by name"),
         (Returning({"a": 3}), "the metric 'a' in the recipe's loss must be (sum, count)"),
         (Vector(), "Vector.updates yielded a loss of shape [1] for 'a', expected a scalar. Yield loss.mean()"),
         (Detached(), "the loss yielded by Detached.updates for 'a' does not require grad."),

@@ -110,7 +110,7 @@ def test_workers_of_a_recipe_that_asks_cuda_at_its_import_train(
     assert done.stdout.endswith("completed\n"), done.stderr
     for rank in range(2):
         log = (run_folder / "logs" / f"worker_{rank:05d}.log").read_text()
-        assert f"by {recipe / 'recipe.py'}, line 6. Restarting the process" in log
+        assert f"by {recipe / 'recipe.py'}, line 6 before this process was forked. Restarting" in log
 
 
 @pytest.mark.timeout(900)

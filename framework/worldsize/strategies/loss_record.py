@@ -101,7 +101,7 @@ def trainable(loss: Loss) -> tuple[Tensor, LossRecord]:
     output: Any = LossOutput.from_loss(loss).loss
     total = output[0] if isinstance(output, tuple) and len(output) == 2 else output
     if not isinstance(total, Tensor):
-        returned = "None" if output is None else f"a {type(output).__name__}"
+        returned = "None" if output is None else f"an object of type {type(output).__name__}"
         raise ConfigError(
             f"the recipe's loss returned {returned}. Return the mean as a scalar tensor, or (sum, weight)."
         )

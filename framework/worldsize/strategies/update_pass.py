@@ -251,7 +251,7 @@ def _get_next_update(updates: Iterator[Update]) -> Update | _End:
 
 
 def _format_type(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 def _format_next_update(names: Sequence[str]) -> str:

@@ -253,7 +253,7 @@ def test_the_command_says_what_it_made_and_refuses_with_a_remedy(
     command.main()
     out = capsys.readouterr().out
     assert out.startswith(f"{tmp_path}/out/manifest.json: ")
-    assert "tokens (uint8) of" in out
+    assert "tokens (uint8) from" in out
     for more, said in (
         (["--tokenizer", str(tmp_path / "no.json")], "failed to load"),
         (["--end", "x"], "--end is not supported with"),
