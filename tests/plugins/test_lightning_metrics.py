@@ -94,5 +94,5 @@ def test_a_collection_is_refused() -> None:
             super().__init__()
             self.collected = torchmetrics.MetricCollection([torchmetrics.Accuracy("multiclass", num_classes=3)])
 
-    with pytest.raises(ConfigError, match=r"Collected.collected is a MetricCollection.*Assign each metric"):
+    with pytest.raises(ConfigError, match=r"Collected.collected .MetricCollection.\. Assign each metric"):
         recipe(Collected)

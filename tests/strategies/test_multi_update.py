@@ -255,7 +255,7 @@ class Returning(Two):
         (Misspelt(), "Misspelt.updates: unknown optimizer 'aa'; did you mean 'a'? Available: a, b."),
         (Silent(), "Silent.updates yielded nothing in step 1. Yield an update in every step."),
         (Plain(), "Plain.updates returned None, expected a generator. Write it with `yield name_of_optimizer, loss`"),
-        (LossAlone(), "LossAlone.updates yielded a Tensor. Yield the name of an optimizer and a loss"),
+        (LossAlone(), "LossAlone.updates yielded an object of type Tensor. Yield the name of an optimizer and a loss"),
         (ByData(), "ByData.updates: in step 1, one micro-batch updates 'a' but another updates 'b'."),
         (ShorterByData(), "in step 1, one micro-batch updates 'b' but another ends. The sequence of updates must"),
     ],

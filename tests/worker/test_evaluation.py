@@ -143,7 +143,7 @@ def test_a_metric_may_be_two_python_numbers(alone: World) -> None:
     collector.add(EvaluationBatch(0, None, seed=0), {"accuracy": (3, 4), "loss": (0.1, 1), "top": (torch.ones(1), 8)})
     collector.add(EvaluationBatch(1, None, seed=0), {"accuracy": (2, 4), "loss": (0.2, 2), "top": (True, 8)})
     assert collector.reduce(alone) == {"accuracy": 5 / 8, "loss": math.fsum([0.1, 0.2]) / 3, "top": 2 / 16}
-    for value, fact in (("3", "a str"), (torch.ones(2), "a torch.float32 tensor of shape [2]")):
+    for value, fact in (("3", "an object of type str"), (torch.ones(2), "a torch.float32 tensor of shape [2]")):
         with pytest.raises(ConfigError, match=re.escape(f"returned {fact} for the metric 'accuracy'. Return (sum, ")):
             collector.add(EvaluationBatch(2, None, seed=0), {"accuracy": (value, 4)})
 
