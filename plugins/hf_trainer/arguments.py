@@ -121,9 +121,9 @@ def _find_unsupported(arguments: Any) -> Iterator[str]:
         )
     if arguments.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         yield (
-            f"TrainingArguments(lr_scheduler_type={str(arguments.lr_scheduler_type.value)!r}) is not "
-            "supported: the learning rate must depend only on the step. Use linear, cosine or another "
-            "schedule of the step."
+            f"TrainingArguments(lr_scheduler_type={str(arguments.lr_scheduler_type.value)!r}) is not supported: the "
+            "learning rate must depend only on the step. Use linear, cosine or another schedule that depends only on "
+            "the step."
         )
 
 

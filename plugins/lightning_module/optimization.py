@@ -203,8 +203,8 @@ class ManualSchedule(ModuleSchedule):
         if self._before + count != self._steps:
             raise ConfigError(
                 f"training_step advances a schedule {count} times for one micro-batch of step {step} and "
-                f"{self._steps - self._before} times for another. Advance it depending only on batch_idx and the "
-                "epoch."
+                f"{self._steps - self._before} times for another. Make the number of advances depend only on "
+                "batch_idx and the epoch."
             )
 
     def _start_step(self, step: int) -> None:

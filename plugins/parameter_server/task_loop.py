@@ -177,8 +177,8 @@ class UnownedWeights:
         for name, version in self._versions().items():
             if version != self._before[name]:
                 raise ConfigError(
-                    f"training changed {name}, an untrained tensor, which is not saved or evaluated with a parameter "
-                    "server. Use strategy=ddp, or register a cache with persistent=False."
+                    f"training changed {name}, which is not a trained parameter; parameter servers do not save or "
+                    "evaluate such changes. Use strategy=ddp, or register a cache with persistent=False."
                 )
 
     def _versions(self) -> dict[str, tuple[int, int]]:

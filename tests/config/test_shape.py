@@ -47,7 +47,7 @@ def test_processes_follow_from_what_is_given(given: dict[str, Any], gpus: int, p
         (
             {"nodes": 2, "processes": 4, "processes_per_node": 4},
             0,
-            "cluster.processes=4 contradicts .* Set cluster.processes=null to run 8, or remove",
+            "cluster.processes=4 contradicts .* Set cluster.processes=null to run 8 processes, or remove",
         ),
         ({"device": "cuda"}, 0, "torch found no GPU on this machine"),
         (

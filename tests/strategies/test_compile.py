@@ -85,7 +85,7 @@ def test_other_strategies_compile_what_they_compute(train: Any, code: Path, opti
 def test_what_cannot_be_compiled_is_refused_before_the_start(train: Any) -> None:
     refused = {
         "compile=true is not supported with ParameterServer": ("strategy=parameter_server",),
-        "kernels are selected by measured time": ("reproducibility=elastic", "compile_mode=max-autotune"),
+        "kernels are chosen by autotuning": ("reproducibility=elastic", "compile_mode=max-autotune"),
         "did you mean 'default'?": ("compile_mode=defalt",),
     }
     for message, options in refused.items():

@@ -242,7 +242,7 @@ def test_a_process_that_has_one_logical_rank_needs_no_rules() -> None:
         ({"*.cache": "sum"}, "persistent=False"),
         ({"*.seen": "mean"}, 'torch.int64, but "mean" requires a floating-point dtype'),
         ({"*.seen": "add"}, "unknown rule 'add'.*Available: equal, last, mean, sum"),
-        ({"*.queue": Concatenated(pointer="average")}, "requires a pointer 'average', a buffer"),
+        ({"*.queue": Concatenated(pointer="average")}, "requires a pointer 'average', a one-element"),
         ({"*.queue": Concatenated(pointer="pointer", dim=2)}, "but its rule has dim=2"),
     ],
 )

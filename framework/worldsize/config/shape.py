@@ -145,8 +145,8 @@ def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
     per_node: int | None = cluster.get("processes_per_node")
     if total is not None and per_node is not None and total != per_node * nodes:
         raise ConfigError(
-            f"cluster.processes={total} contradicts cluster.processes_per_node={per_node} on {nodes} nodes. "
-            f"Set cluster.processes=null to run {per_node * nodes}, or remove cluster.processes_per_node."
+            f"cluster.processes={total} contradicts cluster.processes_per_node={per_node} on {nodes} nodes. Set "
+            f"cluster.processes=null to run {per_node * nodes} processes, or remove cluster.processes_per_node."
         )
     if total is None and per_node is None:
         per_node = gpus if cluster["device"] != "cpu" else 1
@@ -169,8 +169,8 @@ def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None)
         )
     if exact and numerics.compile_mode.startswith("max-autotune"):
         raise ConfigError(
-            f"compile_mode={numerics.compile_mode} is not supported with reproducibility={exact}: kernels are selected "
-            "by measured time, so results vary between runs. Set compile_mode=default."
+            f"compile_mode={numerics.compile_mode} is not supported with reproducibility={exact}: kernels are chosen "
+            "by autotuning, so results vary between runs. Set compile_mode=default."
         )
 
 
@@ -242,9 +242,9 @@ def check_graphs(numerics: Numerics, cluster: Cluster, micro_batches: int, recip
     if micro_batches == 1:
         return
     raise ConfigError(
-        f"compile_mode={numerics.compile_mode} requires 1 micro-batch per process and step, found {micro_batches}: "
-        "each would overwrite the previous gradients in the CUDA graph. Set compile_mode=default, or set "
-        "logical_ranks to the number of training processes."
+        f"compile_mode={numerics.compile_mode} requires 1 micro-batch per process and step, got {micro_batches}: each "
+        "micro-batch would overwrite the gradients of the previous one in the CUDA graph. Set compile_mode=default, "
+        "or set logical_ranks to the number of training processes."
     )
 
 
@@ -319,7 +319,8 @@ def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Clus
         raise ConfigError(
             f"autoscale.max_processes={most} requires one logical rank per "
             f"{'process' if block == 1 else f'{block} processes'}, but the run has {logical_ranks} logical ranks. Set "
-            f"at most {logical_ranks * block}, or logical_ranks={-(-most // block)} or more."
+            f"autoscale.max_processes to at most {logical_ranks * block}, or logical_ranks={-(-most // block)} or "
+            "more."
         )
     if cluster.processes > most:
         raise ConfigError(

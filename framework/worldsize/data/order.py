@@ -219,8 +219,8 @@ def sample_lengths(dataset: Any) -> Lengths:
     if lengths is None:
         raise ConfigError(
             f"length_balanced=true requires sample lengths, but {type(dataset).__name__} does not have the attribute "
-            "lengths, a tensor [samples]. Add the attribute to the recipe's data set, set data.length_column to the "
-            "table column with the lengths, or set length_balanced=false."
+            "lengths (a tensor of shape [samples]). Add the attribute to the recipe's data set, set "
+            "data.length_column to the table column with the lengths, or set length_balanced=false."
         )
     return lengths
 

@@ -126,8 +126,8 @@ def _check_rule(
         pointer = saved.get(f"{name.rpartition('.')[0]}.{rule.pointer}".lstrip("."))
         if pointer is None or pointer.tensor.is_floating_point() or pointer.tensor.numel() != 1:
             raise ConfigError(
-                f"{where} requires a pointer {rule.pointer!r}, a buffer of the same module with one integer. "
-                'Register it, e.g. register_buffer("pointer", torch.zeros(1, dtype=torch.int64)).'
+                f"{where} requires a pointer {rule.pointer!r}, a one-element integer buffer of the same module. "
+                'Register the pointer, e.g. register_buffer("pointer", torch.zeros(1, dtype=torch.int64)).'
             )
         if not -tensor.ndim <= rule.dim < tensor.ndim:
             raise ConfigError(

@@ -63,8 +63,8 @@ class DeferredWeights:
                 continue
             if id(own) in deferred:
                 raise ConfigError(
-                    f"the parameter {name} of a stage is used by its layer and directly, but this schedule defers the "
-                    "gradients of the layer, so they would be added in a different order. Set "
+                    f"the parameter {name} of a stage is used both by its layer and directly, but this schedule "
+                    "defers the gradients of the layer, so the gradients would be added in a different order. Set "
                     "strategy.schedule=interleaved."
                 )
             self._held.append((own, own.grad))

@@ -143,8 +143,8 @@ class FSDP(Strategy):
             )
         if self.accumulate == "sharded" and not self._may_sum_shards(cluster.processes):
             raise ConfigError(
-                "strategy.accumulate=sharded with reproducibility=elastic requires a power of two as the number of "
-                f"processes, got {cluster.processes}. Set "
+                "strategy.accumulate=sharded with reproducibility=elastic requires the number of processes to be a "
+                f"power of two, got {cluster.processes}. Set "
                 f"cluster.processes={2 ** (cluster.processes.bit_length() - 1)}, or strategy.accumulate=whole."
             )
         if self.cpu_offload and cluster.device == "cpu":

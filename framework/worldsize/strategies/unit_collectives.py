@@ -187,8 +187,8 @@ class UnitOrder:
             done = f"{'sums gradients of' if event % 2 else 'computes'} {self._names[event // 2]}, but others do not"
         return ConfigError(
             f"this process {done}. All processes must gather the sharded units in the same order. Make every "
-            "micro-batch compute all units; or make the module that selects between them one unit, in Recipe.blocks "
-            "or with a larger strategy.wrap_parameters; or use strategy=ddp or zero with "
+            "micro-batch compute all units; or make the module that selects between them a single unit, in "
+            "Recipe.blocks or with a larger strategy.wrap_parameters; or use strategy=ddp or zero with "
             "strategy.find_unused_parameters=true."
         )
 
