@@ -151,5 +151,5 @@ def test_ranks_that_do_not_settle_are_not_accused(capsys: pytest.CaptureFixture[
     first, second, third = ranks(None, None, None)
     assert shown([first, replace(second, calls=[], is_settled=False), replace(third, is_settled=False)]) == 1
     said = capsys.readouterr().out
-    assert "The calls of ranks 1-2 did not converge" in said
+    assert "The collectives of ranks 1-2 depend on objects" in said
     assert "no further call" not in said

@@ -125,7 +125,7 @@ def test_cuda_graphs_are_refused_where_they_would_overwrite_gradients_or_follow_
     graphs = Numerics(compile=True, compile_mode=mode)
     gpu = Cluster("node", nodes=1, processes=1, device="cuda", backend="nccl")
     with pytest.raises(
-        ConfigError, match=r"requires 1 micro-batch per process and step, found 4.* Set compile_mode=default"
+        ConfigError, match=r"requires 1 micro-batch per process and step, got 4.* Set compile_mode=default"
     ):
         check_graphs(graphs, gpu, 4, Chain())
     with pytest.raises(ConfigError, match=r"several updates per step, as in TwoPlayers.* Set compile_mode=default"):

@@ -149,7 +149,7 @@ def test_a_policy_that_fails_changes_nothing_and_says_why(
         ({"worker": Role(4)}, None, "Set strategy.on_failure=heal"),
         (HEAL, 3, "is less than the initial cluster.processes=4"),
         (HEAL, 9, "one logical rank per process, but the run has 8 logical ranks"),
-        (BLOCKS, 17, "per 2 processes, but the run has 8 logical ranks. Set at most 16, or logical_ranks=9"),
+        (BLOCKS, 17, "per 2 processes, but the run has 8 logical ranks. Set autoscale.max_processes to at most 16, or"),
     ],
 )
 def test_what_cannot_scale_is_refused(roles: dict[str, Role], most: int | None, said: str) -> None:

@@ -87,7 +87,10 @@ def write_csv(schedule: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("my.csv", r"=my.csv: expected the text of the table, which the run records, not a path. Pass .*cat my.csv"),
+        (
+            "my.csv",
+            r"=my.csv: expected the table itself, not a path, because the run records its text. Pass .*cat my.csv",
+        ),
         ("0F0,0B0", "has 1 rows, but strategy.pipeline=2 requires one for each rank. Change the rows"),
         (
             "0F0,0B0\n1F0,1X0",
