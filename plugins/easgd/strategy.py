@@ -43,8 +43,8 @@ class EASGD(Strategy):
 
     reductions = ("flat",)
     supports = frozenset({"state_metrics", "multi_update", "activation_checkpointing"})
-    period: Annotated[int, Range(least=1, hint="it is in steps")] = 4
-    moving_rate: Annotated[float, Range(above=0, most=1, hint="0.9 is usual")] = 0.9
+    period: Annotated[int, Range(least=1, hint="the unit is steps")] = 4
+    moving_rate: Annotated[float, Range(above=0, most=1, hint="0.9 is typical")] = 0.9
     rounds: Rounds = "synchronous"
     nodes: int = 1
 

@@ -99,7 +99,7 @@ class ParameterServer(Strategy):
     serves_rows: ClassVar[bool] = True
     divides_lr: ClassVar[bool] = True
     servers: int = 1
-    replicas: Annotated[int, Range(least=0, most=1, hint="standbys of each server")] = 0
+    replicas: Annotated[int, Range(least=0, most=1, hint="the number of standbys per server")] = 0
     consistency: Consistency = "sync"
     staleness: int = 0
     lease: Annotated[float, SECONDS] = 5.0

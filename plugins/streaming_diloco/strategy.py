@@ -46,7 +46,7 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
     outer_momentum: OuterMomentum = 0.9
     fragment_blocks: Annotated[int, Range(least=1)] = 3
     delay: Annotated[int, Range(least=0)] = 1
-    mix: Annotated[float, Range(least=0, below=1, hint="at 1 workers never synchronize")] = 0.0
+    mix: Annotated[float, Range(least=0, below=1, hint="with 1, workers never synchronize")] = 0.0
     wire: Literal["fp32", "e3m0_gather", "e3m0_scatter"] = "e3m0_scatter"
 
     def __post_init__(self) -> None:

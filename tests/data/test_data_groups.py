@@ -42,8 +42,8 @@ def test_an_option_has_all_arguments_of_its_source_with_their_defaults(name: str
     ("change", "message"),
     [
         ({"on_error": "skp"}, "data.on_error='skp' is unknown; did you mean 'skip'. Available: skip, stop"),
-        ({"cache": {"block": 10}}, "data.cache.block=10 must be between 4096 and .*; it is in bytes"),
-        ({"cache": {"capacity": -1}}, "data.cache.capacity=-1 must be 0 or more; it is in bytes"),
+        ({"cache": {"block": 10}}, "data.cache.block=10 must be between 4096 and .*; the unit is bytes"),
+        ({"cache": {"capacity": -1}}, "data.cache.capacity=-1 must be 0 or more; the unit is bytes"),
         ({"path": "a\0b"}, "contains a NUL character"),
         ({"pth": "a"}, "unknown key 'data.pth'; did you mean 'path'"),
     ],

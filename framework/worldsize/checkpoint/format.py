@@ -237,7 +237,7 @@ class Retention:
     """
 
     last: Annotated[int, Range(least=1, hint="at least the newest checkpoint is kept")] = 2
-    every: Annotated[int, Range(least=0, hint="0: none")] = 0
+    every: Annotated[int, Range(least=0, hint="0 means none")] = 0
     best: str | None = None
     direction: Literal["max", "min"] = "max"
 

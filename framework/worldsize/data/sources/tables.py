@@ -46,7 +46,7 @@ class TableSource(IndexedSource):
 
     columns: Sequence[str] | None = None
     format: Annotated[str, OneOf("python", "numpy")] = "python"
-    keep: Annotated[float, Range(least=0, hint="it is in bytes")] = 256e6
+    keep: Annotated[float, Range(least=0, hint="the unit is bytes")] = 256e6
     length_column: str | None = None
 
     @abstractmethod

@@ -45,8 +45,8 @@ class Cache:
     """
 
     folder: Annotated[str | None, FilePath()] = None
-    capacity: Annotated[float, Range(least=0, hint="it is in bytes")] = 20e9
-    block: Annotated[int, Range(least=4096, most=1 << 30, hint="it is in bytes")] = 4 << 20
+    capacity: Annotated[float, Range(least=0, hint="the unit is bytes")] = 20e9
+    block: Annotated[int, Range(least=4096, most=1 << 30, hint="the unit is bytes")] = 4 << 20
 
     @property
     def root(self) -> Path:
