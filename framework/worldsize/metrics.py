@@ -56,7 +56,10 @@ class MetricCollector:
             ConfigError: a metric in ``Recipe.metrics`` is missing, or another one is not a (sum, count) pair.
         """
         if missing := self._metrics.keys() - metrics.keys():
-            raise ConfigError(f"Recipe.metrics defines {min(missing)!r}, but Recipe.evaluate does not return it.")
+            raise ConfigError(
+                f"Recipe.metrics defines {min(missing)!r}, but Recipe.evaluate does not return it. Return it, or "
+                "remove it from Recipe.metrics."
+            )
         pairs = {name: _check_pair(name, values) for name, values in metrics.items() if name not in self._metrics}
         self.names = tuple(sorted(pairs))
         if not batch.counted:

@@ -186,7 +186,8 @@ class StepOptimizer:
         """Step the optimizer, after calling ``closure`` to compute the gradient, if given."""
         if options:
             raise ConfigError(
-                f"step({', '.join(options)}=...) is not supported: an optimizer's step() accepts only a closure."
+                f"step({', '.join(options)}=...) is not supported: an optimizer's step() accepts only a closure. "
+                "Remove the other arguments."
             )
         result = None
         if closure is not None:

@@ -39,8 +39,8 @@ class RemoteTable(nn.Module):
         super().__init__()
         if like.max_norm is not None or like.scale_grad_by_freq:
             raise ConfigError(
-                f"{table.name}: max_norm and scale_grad_by_freq are not supported, since they require the whole "
-                "table on every worker."
+                f"{table.name}: max_norm and scale_grad_by_freq are not supported, since they require the whole table "
+                "on every worker. Remove these options, or use strategy=ddp."
             )
         self.table = table
         self.weight = nn.Parameter(torch.empty(0, table.dim), requires_grad=False)

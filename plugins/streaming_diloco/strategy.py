@@ -53,8 +53,8 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
         super().__post_init__()
         if self.delay >= self.inner_steps:
             raise ConfigError(
-                f"strategy.delay={self.delay} must be less than strategy.inner_steps={self.inner_steps}: a "
-                "fragment must be received before it is sent again."
+                f"strategy.delay={self.delay} must be less than strategy.inner_steps={self.inner_steps}: a fragment "
+                "must be received before it is sent again. Decrease strategy.delay, or increase strategy.inner_steps."
             )
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:

@@ -120,7 +120,8 @@ def _encode_node(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(node, Tensor):
         if path in tensors:  # only one of the two would be saved
             raise CheckpointError(
-                f"two tensors of the state have the same name {path} (e.g. a key 'a/b', or keys 1 and '1')."
+                f"two tensors of the state have the same name {path} (e.g. a key 'a/b', or keys 1 and '1'). Rename "
+                "one of them."
             )
         tensors[path] = node
         return {"$tensor": path}

@@ -120,7 +120,10 @@ def model_weights(checkpoint: Checkpoint, *, averaged: bool = False) -> Checkpoi
         WorldsizeError: The checkpoint lacks averaged weights, or holds only the used rows of an embedding table.
     """
     if averaged and not any(name.startswith("ema/weights/") for name in checkpoint.tensors):
-        raise WorldsizeError("the checkpoint has no averaged weights, because the run was trained without ema.decay.")
+        raise WorldsizeError(
+            "the checkpoint has no averaged weights, because the run was trained without ema.decay. Use the trained "
+            "weights instead."
+        )
     tables = {name.split("/")[1] for name in checkpoint.tensors if name.startswith("tables/")}
     weights = CheckpointWeights(checkpoint, averaged=averaged)
     if rows_only := sorted(tables - weights.entries.keys()):

@@ -257,7 +257,9 @@ def check_activations(numerics: Numerics, strategy: Strategy, cluster: Cluster) 
             "activation_checkpointing=none and activation_offload=false, or choose a strategy such as ddp or fsdp."
         )
     if numerics.activation_offload and cluster.device == "cpu":
-        raise ConfigError("activation_offload=true requires a GPU, got cluster.device=cpu.")
+        raise ConfigError(
+            "activation_offload=true requires a GPU, got cluster.device=cpu. Set activation_offload=false."
+        )
 
 
 def check_copies(roles: Mapping[str, Role], strategy: Strategy, peers: int) -> None:
@@ -302,7 +304,10 @@ def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMet
             "launcher.max_restarts, or cluster.backend=gloo."
         )
     if (least := cluster.min_processes or 1) > cluster.processes:
-        raise ConfigError(f"cluster.min_processes={least} exceeds the {cluster.processes} processes of the run.")
+        raise ConfigError(
+            f"cluster.min_processes={least} exceeds the {cluster.processes} processes of the run. Set "
+            f"cluster.min_processes={cluster.processes} or less."
+        )
 
 
 def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Cluster, logical_ranks: int) -> None:

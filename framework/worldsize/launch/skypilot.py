@@ -84,7 +84,10 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
                 f"cluster.checkpoint_bucket={self.checkpoint_bucket} is not a bucket. Set it to a bucket such as s3://NAME."
             )
         if str(self.checkpoint_bucket).startswith("/") and not os.access(str(self.checkpoint_bucket), os.W_OK):
-            raise ConfigError(f"cluster.checkpoint_bucket={self.checkpoint_bucket} is not a writable folder.")
+            raise ConfigError(
+                f"cluster.checkpoint_bucket={self.checkpoint_bucket} is not a writable folder. Use a folder that "
+                "exists and is writable."
+            )
         if self.bucket_mode == "MOUNT_CACHED":
             _logger.warning(
                 "MOUNT_CACHED uploads asynchronously, so the newest checkpoint may be incomplete after a preemption "

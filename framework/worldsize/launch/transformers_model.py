@@ -77,6 +77,7 @@ def transformers_model(run: RunView, weights: Weights) -> TransformersModel:
         )
     if strange := sorted(weights.entries.keys() ^ model.state_dict().keys()):
         raise WorldsizeError(
-            f"the recipe's model does not match the saved weights: only one of the two has {strange[0]}."
+            f"the recipe's model does not match the saved weights: only one of the two has {strange[0]}. Export with "
+            "--format safetensors."
         )
     return TransformersModel(recipe, model)

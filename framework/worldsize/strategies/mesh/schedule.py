@@ -296,5 +296,8 @@ def split_stages(recipe: Recipe, model: nn.Module, stages: int, split: Sequence[
     else:
         parts = [range(*ends) for ends in pairwise((0, *split, len(chain)))]
         if not all(parts):
-            raise ConfigError(f"strategy.split={list(split)} leaves a stage empty: the model has {len(chain)} layers.")
+            raise ConfigError(
+                f"strategy.split={list(split)} leaves a stage empty: the model has {len(chain)} layers. Set layer "
+                f"indices from 1 to {len(chain) - 1}."
+            )
     return [[chain[place] for place in part] for part in parts]
