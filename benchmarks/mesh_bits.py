@@ -1,6 +1,7 @@
 """Digests of one training under every shape of a mesh, and the time of a step in logical slices.
 
 uv run python benchmarks/mesh_bits.py digests 50   # 41 layouts with up to 8 gloo processes, 50 steps each
+uv run python benchmarks/mesh_bits.py digests 50 13 # without the first 13 of them
 uv run python benchmarks/mesh_bits.py steps 10     # a step with and without slices, medians of 10 alternating steps
 uv run python benchmarks/mesh_bits.py context 10   # a step and the memory of ranks that share each sequence
 uv run python benchmarks/mesh_bits.py schedules 10 # a step with each schedule of a pipeline
@@ -88,13 +89,13 @@ def list_layouts() -> list[tuple[str, Strategy, int]]:
     return layouts
 
 
-def show_digests(steps: int) -> None:
-    """Print the digest of each layout."""
+def show_digests(steps: int, first: int = 0) -> None:
+    """Print the digest of each layout from number ``first``, counted from 0."""
     table = Table("layout (data × context × tensor × pipeline)", "processes", "state", title=f"{steps} steps")
     digests = set()
     progress = Console(stderr=True)
-    for name, strategy, size in track(list_layouts(), console=progress):
-        digest = run_in_worlds(partial(_train, strategy, steps), size, timeout=900)[0]
+    for name, strategy, size in track(list_layouts()[first:], console=progress):
+        digest = run_in_worlds(partial(_train, strategy, steps), size, timeout=7200)[0]
         digests.add(digest)
         progress.print(f"{name}: {digest[:16]}")
         table.add_row(name, str(size), digest[:16])
@@ -301,4 +302,4 @@ def show_context(steps: int) -> None:
 if __name__ == "__main__":
     shows = {"digests": show_digests, "steps": show_steps, "context": show_context, "schedules": show_schedules}
     shows |= {"tokens": show_tokens}
-    shows[sys.argv[1]](int(sys.argv[2]))
+    shows[sys.argv[1]](*map(int, sys.argv[2:]))

@@ -18,6 +18,7 @@ from worldsize.core.limits import check_limits
 from worldsize.launch.skypilot import SkyPilot
 from worldsize.launch.slurm import Slurm
 from worldsize.loop import faults
+from worldsize.loop.bit_flips import Flip
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as Mesh
@@ -157,6 +158,23 @@ def test_a_fault_is_planted_at_a_point_that_exists() -> None:
     assert faults.Faults.from_rows([{"action": "kill", "point": "plugin:anywhere"}]).planned
     with pytest.raises(ConfigError, match="unknown point 'step:forwards'; did you mean 'step:forward'?"):
         faults.Faults.from_rows([{"action": "kill", "point": "step:forwards"}])
+
+
+def test_a_flip_has_keys_and_targets_of_its_own() -> None:
+    flip = {"action": "flip", "target": "gradient", "rank": 1, "step": 3, "bit": 7}
+    (planned,) = faults.Faults.from_rows([flip]).planned
+    assert planned.flip == Flip("gradient", bit=7)
+    for changes, message in (
+        ({"target": "gradnt"}, "unknown target 'gradnt' of a flip; did you mean 'gradient'?"),
+        ({"point": "step:forward"}, "unknown key 'point'"),
+        ({"skp": 1}, "unknown key 'skp'; did you mean 'skip'?"),
+        ({"bit": 64}, "faults.bit=64 must be"),
+        ({"rank": -1}, "faults.rank=-1 must be"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            faults.Faults.from_rows([{**flip, **changes}])
+    with pytest.raises(ConfigError, match="unknown key 'target'"):
+        faults.Faults.from_rows([{"action": "kill", "target": "weight"}])
 
 
 def test_words_of_a_literal_are_named() -> None:

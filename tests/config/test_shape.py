@@ -120,6 +120,34 @@ def test_a_gang_heals_on_gpus_with_gloo_only_until_a_gpu_has_shown_more(words: t
     assert build_settings(compose_only([*HEALS, *others, "cluster.backend=gloo"])).heals
 
 
+AUDITED = ("recipe=digits", "cluster.processes=4", "reproducibility=elastic", "integrity.audit=0.5")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("cluster.processes=1",), "integrity.audit requires at least two processes"),
+        (
+            ("strategy=mesh", "strategy.tensor=4", "logical_tensor=4"),
+            "integrity.audit requires at least two data-parallel",
+        ),
+        (("strategy=mesh", "strategy.pipeline=2"), "integrity.audit is not supported with strategy.pipeline=2"),
+        (
+            ("strategy=local_sgd", "reproducibility=seeded", "integrity.audit=0", "integrity.replicas=5"),
+            "integrity.replicas is not supported",
+        ),
+        (("reproducibility=seeded",), "integrity.audit requires reproducibility=elastic"),
+        (("integrity.on_mismatch=heal",), "integrity.on_mismatch=heal requires strategy.on_failure=heal"),
+        (("integrity.audit=2",), "integrity.audit=2.0 must be between 0 and 1"),
+        (("integrity.replicas=-1",), "integrity.replicas=-1 must be 0 or more"),
+    ],
+)
+def test_comparisons_that_a_run_cannot_make_are_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_settings(compose_only([*AUDITED, *words]))
+    assert build_settings(compose_only([*AUDITED])).integrity.audit == 0.5
+
+
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_cuda_graphs_are_refused_where_they_would_overwrite_gradients_or_follow_shards(mode: CompileMode) -> None:
     graphs = Numerics(compile=True, compile_mode=mode)

@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from worldsize.core import BitMismatch, FlipTarget, IntegrityConfig, Strategy, World
+from worldsize.core import BitMismatch, FlipTarget, IntegrityConfig, Numerics, Strategy, World
 from worldsize.errors import BitMismatchError
 from worldsize.loop.bit_flips import Flip
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
-from worldsize.strategies.gradient_audit import report_mismatch
+from worldsize.strategies.gradient_audit import Mismatch, report_mismatch
+from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.flips import FlipCase, FlipTrial, draw_flips, run_flips
+from worldsize.testing.flips import FlipCase, FlipResult, FlipTrial, draw_flips, run_flips
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 from worldsize.worker.replica_check import ReplicaCheck
@@ -38,7 +39,7 @@ class DrawingChain(Chain):
         return nn.Sequential(first, nn.BatchNorm1d(16), nn.Dropout(0.2), *others)
 
 
-STRATEGIES: dict[str, tuple[Strategy, tuple[FlipTarget, ...]]] = {
+STRATEGIES: dict[str, tuple[DDP | ZeRO | FSDP, tuple[FlipTarget, ...]]] = {
     "ddp": (DDP(reduce="ordered"), (*PASSES, "weight")),
     "zero": (ZeRO(reduce="ordered"), (*PASSES, "weight")),
     "fsdp": (FSDP(reduce="ordered"), PASSES),  # all processes gather a wrong shard alike
@@ -62,8 +63,24 @@ def test_each_flip_that_changes_a_gradient_is_found_and_its_process_named(name: 
     assert all(event is None or event.tensor.startswith("buffer") for each in masked for event in each.found)
 
 
-def run_trial(strategy: Strategy, cases: Sequence[FlipCase], world: World) -> list[object]:
-    return list(run_flips(strategy, DrawingChain(), world, cases, batch_size=BATCH))
+def test_a_mesh_names_the_ranks_that_share_a_wrong_replica() -> None:
+    """A wrong product of one tensor-parallel rank reaches both; a gradient that flips later stays in its rank."""
+    flips = [Flip("product", bit=22, skip=5), Flip("gradient", bit=22)]
+    cases = [FlipCase(2, flip) for flip in flips]
+    strategy = Mesh(reduce="ordered", data=3, tensor=2)
+    by_rank = run_in_worlds(partial(run_trial, strategy, cases, logical_tensor=2), 6)
+    assert all(results == by_rank[0] for results in by_rank)
+    product, gradient = by_rank[0]
+    assert [product.is_false_alarm, gradient.is_false_alarm] == [False, False]
+    assert {event.ranks for event in product.found if event} <= {(2,), (2, 3)}
+    assert [event.ranks for event in gradient.found if event] == [(2,)] * 6
+
+
+def run_trial(
+    strategy: Strategy, cases: Sequence[FlipCase], world: World, *, logical_tensor: int = 1
+) -> list[FlipResult]:
+    recipe = Chain(1) if logical_tensor > 1 else DrawingChain()
+    return list(run_flips(strategy, recipe, world, cases, batch_size=BATCH, logical_tensor=logical_tensor))
 
 
 def test_of_two_processes_the_one_that_erred_once_is_named_and_a_lasting_error_names_both() -> None:
@@ -124,7 +141,7 @@ def test_the_audited_steps_are_a_fraction_that_every_process_knows() -> None:
     assert abs(len(one) - 1000) < 3 * (4000 * 0.25 * 0.75) ** 0.5
 
 
-REPLICAS = {
+REPLICAS: dict[str, tuple[Strategy, tuple[FlipTarget, ...]]] = {
     "ddp": (DDP(reduce="ordered"), ("weight", "optimizer")),
     "flat": (DDP(), ("weight", "optimizer")),
     "zero": (ZeRO(), ("weight",)),
@@ -179,8 +196,9 @@ def test_a_mismatch_ends_what_the_configuration_says(action: str, guilty: list[i
     def report(world: World) -> str:
         trial = FlipTrial(DDP(reduce="ordered"), Chain(), world, batch_size=BATCH)
         context = replace(trial.context, integrity=IntegrityConfig(on_mismatch=action))  # type: ignore[arg-type]
+        assert world.group is not None
         try:
-            report_mismatch(context, 7, "loss", guilty, suspects=[0, 1, 2])
+            report_mismatch(context, 7, Mismatch("loss", world.group, {*guilty}, {0, 1, 2}))
         except BitMismatchError as error:
             return "guilty" if error.is_guilty else "other"
         return "goes on"
@@ -193,6 +211,8 @@ def test_steps_in_bf16_are_audited_without_an_alarm() -> None:
 
 
 def train_in_bf16(world: World) -> list[BitMismatch]:
-    trial = FlipTrial(DDP(reduce="ordered"), DrawingChain(), world, batch_size=BATCH, precision="bf16")
+    trial = FlipTrial(
+        DDP(reduce="ordered"), DrawingChain(), world, batch_size=BATCH, numerics=Numerics(precision="bf16")
+    )
     trial.run_step(2)
     return trial.events

@@ -408,8 +408,8 @@ def check_integrity(integrity: IntegrityConfig, shape: RunShape, recipe: Recipe)
         )
     if "integrity" not in shape.strategy.supports:
         raise ConfigError(
-            f"integrity.{key} is not supported with {strategy}. Use strategy=ddp, zero, fsdp or hsdp, or set "
-            f"integrity.{key}=0."
+            f"integrity.{key} is not supported with {strategy}. Set integrity.{key}=0, or use a strategy such as "
+            "ddp or fsdp."
         )
     if integrity.on_mismatch == "heal" and not shape.heals:
         raise ConfigError(
@@ -423,6 +423,7 @@ def check_integrity(integrity: IntegrityConfig, shape: RunShape, recipe: Recipe)
             "integrity.audit requires reproducibility=elastic: in other modes, processes do not compute the same bits "
             "for a logical rank. Set reproducibility=elastic, or integrity.audit=0."
         )
+    shape.strategy.check_audit(shape.cluster)
     kind = type(recipe).__name__
     for fact, applies in {
         "makes several updates per step": recipe.has_several_updates,

@@ -249,6 +249,14 @@ class Strategy(ABC):
         Called before a process starts.
         """
 
+    def check_audit(self, cluster: Cluster) -> None:
+        """Raise ConfigError unless replicas on ``cluster`` can audit each other's gradients (``integrity.audit``)."""
+        if self.data_parallel(cluster) < 2:
+            raise ConfigError(
+                "integrity.audit requires at least two data-parallel replicas, which compute the same logical ranks. "
+                "Use more processes, or set integrity.audit=0."
+            )
+
     @abstractmethod
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         """Return the roles by name; training processes have the role "worker".

@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,13 @@ from torch.distributed import ProcessGroup
 
 from worldsize.collectives.bit_digest import digest_bits
 from worldsize.collectives.group import start_collective
-from worldsize.core import BitMismatch, Dealing, MicroBatch, RunContext
+from worldsize.core import BitMismatch, Dealing, MicroBatch, RunContext, World
 from worldsize.data.order import assign_logical_ranks
 from worldsize.errors import BitMismatchError
 from worldsize.seeds import derive_seed
 
 LOSS = "loss"
+WHOLE = "whole"  # in World.groups: all training processes, if the world is only those with the same part of the model
 _T = TypeVar("_T")
 _Digests = dict[str, int]  # digest of each tensor of a pass, by its name
 _Pass = Callable[[MicroBatch], Tensor]  # computes a pass apart from the step; returns the loss
@@ -153,12 +154,21 @@ class GradientAudit:
     def _compare(self, step: int, own: PassRecord) -> None:
         mine, theirs = own.read_digests(), self._peers.read_digests()
         totals = self._gather_totals([mine, theirs])
-        if all(totals[rank][0] == totals[rank - 1][1] for rank in range(self._size)):
+        differs = any(totals[rank][0] != totals[rank - 1][1] for rank in range(self._size))
+        if not self._differs_anywhere(differs=differs):
             return
         votes = self._collect_votes(step, totals, mine, theirs)
-        bad = {rank: each for rank, each in votes.items() if len({vote.total for vote in each}) > 1}
-        guilty = sorted(_find_guilty(bad.values()))
-        self._report(step, bad, guilty)
+        bad = [each for each in votes.values() if len({vote.total for vote in each}) > 1]
+        report_mismatch(self._context, step, self._describe(bad) if bad else None)
+
+    def _differs_anywhere(self, *, differs: bool) -> bool:
+        """Return whether any process found a difference; those that compute passes together must vote together."""
+        everyone = get_whole_group(self._context.world)
+        if everyone is self._group:
+            return differs
+        found = torch.tensor(differs, dtype=torch.int32, device=self._context.world.device)
+        start_collective(dist.all_reduce, found, op=dist.ReduceOp.MAX, group=everyone).wait()
+        return bool(found)
 
     def _collect_votes(
         self, step: int, totals: Sequence[Sequence[int]], mine: dict[int, _Digests], theirs: dict[int, _Digests]
@@ -205,17 +215,16 @@ class GradientAudit:
         totals: list[list[int]] = all_pn.view(self._size, -1).tolist()
         return totals
 
-    def _report(self, step: int, bad: Mapping[int, Sequence[_Vote]], guilty: Sequence[int]) -> None:
-        """Report the first mismatch on all processes; then end this process or all of them, if configured."""
-        votes = bad[min(bad)]
-        differing = _find_minority(votes) or [votes[0]]
-        good = next(vote for vote in votes if vote.total != differing[0].total)
+    def _describe(self, bad: Sequence[Sequence[_Vote]]) -> Mismatch:
+        """Describe the first of the votes that differ; all processes of the group must call it."""
+        differing = _find_minority(bad[0]) or [bad[0][0]]
+        good = next(vote for vote in bad[0] if vote.total != differing[0].total)
         one, other = (broadcast_value(vote.digests, vote.voter, self._group) for vote in (differing[0], good))
         assert one is not None
         assert other is not None
         logical_rank, tensor = _find_difference(one, other)
-        suspects = sorted({vote.voter for each in bad.values() for vote in each})
-        report_mismatch(self._context, step, tensor, guilty, suspects=suspects, logical_rank=logical_rank)
+        voters = {vote.voter for each in bad for vote in each}
+        return Mismatch(tensor, self._group, _find_guilty(bad), voters, logical_rank)
 
 
 def _combine(digests: Mapping[int, _Digests]) -> int:
@@ -254,45 +263,80 @@ def _find_difference(one: Mapping[int, _Digests], other: Mapping[int, _Digests])
     raise AssertionError("the digests are equal")
 
 
-def report_mismatch(
-    context: RunContext,
-    step: int,
-    tensor: str,
-    guilty: Sequence[int],
-    *,
-    suspects: Sequence[int],
-    logical_rank: int | None = None,
-) -> None:
+def get_whole_group(world: World) -> ProcessGroup:
+    """Return the group of all training processes, of which ``world`` may be a part with other tensors."""
+    group = world.groups.get(WHOLE, world.group)
+    assert group is not None
+    return group
+
+
+@final
+@dataclass(frozen=True)
+class Mismatch:
+    """A mismatch between processes of ``group``.
+
+    Attributes:
+        tensor: Description of the first differing tensor.
+        group: The processes that compared their bits.
+        guilty: Ranks in ``group`` whose bits differ from the majority's; empty if there is no majority.
+        suspects: All ranks in ``group`` that took part.
+        logical_rank: Logical rank of the micro-batch, if the tensor belongs to one.
+    """
+
+    tensor: str
+    group: ProcessGroup
+    guilty: Set[int]
+    suspects: Set[int]
+    logical_rank: int | None = None
+
+    def is_named(self, *, guilty: bool) -> bool:
+        """Return whether this process is guilty, or with ``guilty=False``, whether it took part."""
+        return self.group.rank() in (self.guilty if guilty else self.suspects)
+
+
+def report_mismatch(context: RunContext, step: int, found: Mismatch | None) -> None:
     """Report a mismatch of bits; then end this process or all of them, or let the gang heal, as configured.
 
-    All processes of the world must call it.
+    All training processes must call it.
 
     Args:
         context: Context of the run.
         step: The step that was computed, or is to be computed next.
-        tensor: Description of the first differing tensor.
-        guilty: Ranks whose bits differ from the majority's; empty if there is no majority.
-        suspects: All ranks that took part.
-        logical_rank: Logical rank of the micro-batch, if the tensor belongs to one.
+        found: The mismatch; None if the processes with which this one compared its bits agree.
 
     Raises:
         BitMismatchError: the run must end, or this process must.
     """
-    world, group, action = context.world, context.world.group, context.integrity.on_mismatch
-    assert group is not None
-    own = (world.global_rank, socket.gethostname(), str(world.device))
-    places = [broadcast_value(own, rank, group) for rank in guilty or suspects]
+    world, whole = context.world, get_whole_group(context.world)
+    own = None
+    if found is not None:
+        where = (world.global_rank, socket.gethostname(), str(world.device))
+        flags = [found.is_named(guilty=guilty) for guilty in (True, False)]
+        own = (found.tensor, found.logical_rank, where, *flags)
+    rows: list[Any] = [None] * whole.size()
+    dist.all_gather_object(rows, own, group=whole)
+    named = [row for row in rows if row is not None]
+    guilty = [where for *_, where, is_guilty, _ in named if is_guilty]
+    places = guilty or [where for *_, where, _, is_suspect in named if is_suspect]
     ranks, hosts, devices = zip(*places, strict=True)
-    named = {"ranks": ranks} if guilty else {"ranks": (), "suspects": ranks}
-    event = BitMismatch(step, tensor, hosts=hosts, devices=devices, logical_rank=logical_rank, **named)
+    (tensor, logical_rank, *_), action = named[0], context.integrity.on_mismatch
+    event = BitMismatch(
+        step,
+        tensor,
+        ranks=ranks if guilty else (),
+        hosts=hosts,
+        devices=devices,
+        suspects=() if guilty else ranks,
+        logical_rank=logical_rank,
+    )
     context.emit(event)
     if action == "warn":
         return
-    is_guilty = not guilty or world.rank in guilty
-    if action == "stop" or is_guilty:
+    is_guilty = world.global_rank in ranks
+    if action == "stop" or not guilty or is_guilty:
         raise BitMismatchError(f"{event.describe()} {event.remedy}", is_guilty=is_guilty)
-    # the guilty processes never take part, so this ends with the gang
-    start_collective(dist.all_reduce, torch.zeros(1, device=world.device), group=group).wait()
+    # the guilty processes never take part, so this ends with the membership
+    start_collective(dist.all_reduce, torch.zeros(1, device=world.device), group=whole).wait()
 
 
 def broadcast_value(value: _T, source: int, group: ProcessGroup) -> _T:

@@ -24,7 +24,6 @@ from worldsize.core import (
     IntegrityConfig,
     MicroBatch,
     Numerics,
-    PrecisionName,
     Recipe,
     Replica,
     RunContext,
@@ -35,6 +34,7 @@ from worldsize.data.batches import get_collate_fn
 from worldsize.data.loader import load_micro_batch
 from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.loop.bit_flips import Flip, PlannedFlip, ProcessFlips
+from worldsize.testing.training import create_cluster
 
 _SEED, _PASSES = 3, 2  # seed of a run, and logical ranks per process
 
@@ -78,10 +78,17 @@ def draw_flips(count: int, size: int, targets: Sequence[FlipTarget], *, values: 
 
 
 def run_flips(
-    strategy: Strategy, recipe: Recipe, world: World, cases: Sequence[FlipCase], *, batch_size: int
+    strategy: Strategy,
+    recipe: Recipe,
+    world: World,
+    cases: Sequence[FlipCase],
+    *,
+    batch_size: int,
+    logical_tensor: int = 1,
 ) -> list[FlipResult]:
     """Compute an audited step for each of ``cases``, always from the same state; all ranks must call it."""
-    return list(FlipTrial(strategy, recipe, world, batch_size=batch_size).run(cases))
+    numerics = Numerics(logical_tensor=logical_tensor)
+    return list(FlipTrial(strategy, recipe, world, batch_size=batch_size, numerics=numerics).run(cases))
 
 
 @final
@@ -97,18 +104,19 @@ class FlipTrial:
         batch_size: int,
         audit: float = 1.0,
         logical_ranks: int | None = None,
-        precision: PrecisionName = "fp32",
+        numerics: Numerics | None = None,
     ) -> None:
         torch.use_deterministic_algorithms(True)
         torch.manual_seed(5)
-        total = logical_ranks or _PASSES * world.size
+        parts = strategy.data_parallel(create_cluster(world.size))
+        total = logical_ranks or _PASSES * parts
         self.points, self.world = _Points(), world
         self.events: list[BitMismatch] = []
         self._data, self._order = recipe.data("train"), Order(_SEED, batch_size, total, ())
         self._collate = get_collate_fn(recipe)
         self.context = RunContext(
             world,
-            numerics=Numerics(precision=precision),
+            numerics=numerics or Numerics(),
             seed=_SEED,
             logical_ranks=total,
             faults=self.points,
@@ -117,7 +125,7 @@ class FlipTrial:
             emit=self._record_event,
         )
         self.replica: Replica = strategy.replica(recipe, self.context)
-        self._own = assign_logical_ranks(world.rank, world.size, total, self.replica.dealing)
+        self._own = assign_logical_ranks(strategy.data_rank(world), parts, total, self.replica.dealing)
         self.run_step(1)
         self._state = {name: shard.clone() for name, shard in self.list_state()}
 

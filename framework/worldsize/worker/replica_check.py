@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import final
 
 import torch
@@ -17,7 +17,7 @@ from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import Replica, RunContext
 from worldsize.healing.pieces import collect_pieces
 from worldsize.seeds import derive_seed
-from worldsize.strategies.gradient_audit import broadcast_value, report_mismatch
+from worldsize.strategies.gradient_audit import Mismatch, broadcast_value, report_mismatch
 
 
 @final
@@ -44,8 +44,8 @@ class ReplicaCheck:
         holdings = [derive_seed(0, repr(sorted(collect_pieces(part).items()))) for part in parts]
         everyones = self._gather([*holdings, *(derive_seed(0, repr(sorted(each.items()))) for each in digests)])
         for part, own in enumerate(digests):
-            if bad := _find_copies(everyones[:, [part, part + len(parts)]].tolist()):
-                self._report(step, own, *bad)
+            if copies := _find_copies(everyones[:, [part, part + len(parts)]].tolist()):
+                report_mismatch(self._context, step, self._describe(own, *copies))
 
     def _gather(self, values: Sequence[int]) -> Tensor:
         """Return the int64 values of all ranks, (ranks, values)."""
@@ -56,19 +56,12 @@ class ReplicaCheck:
         start_collective(dist.all_gather_into_tensor, everyones, own, group=world.group).wait()
         return everyones.view(world.size, -1)
 
-    def _report(self, step: int, own: Mapping[str, int], copies: Sequence[int], guilty: Sequence[int]) -> None:
+    def _describe(self, own: Mapping[str, int], copies: Set[int], guilty: Set[int]) -> Mismatch:
         group = self._context.world.group
         assert group is not None
-        differing = guilty[0] if guilty else copies[0]
-        named = broadcast_value(own, differing, group)
-        for rank in copies:
-            other = broadcast_value(own, rank, group)
-            if rank not in guilty and other != named:
-                tensor = next(name for name in named if named[name] != other.get(name))
-                break
-        else:
-            raise AssertionError("the digests are equal")
-        report_mismatch(self._context, step, tensor, guilty, suspects=copies)
+        rows = [broadcast_value(own, rank, group) for rank in sorted(copies)]
+        names = (name for name, digest in rows[0].items() if any(row[name] != digest for row in rows))
+        return Mismatch(next(names), group, guilty, copies)
 
 
 def _digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -79,7 +72,7 @@ def _digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return dict(zip(held, digests.tolist(), strict=True))
 
 
-def _find_copies(rows: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]] | None:
+def _find_copies(rows: Sequence[tuple[int, int]]) -> tuple[Set[int], Set[int]] | None:
     """Find ranks with equal holdings but different digests, from the (holding, digest) of all ranks.
 
     Returns:
@@ -87,10 +80,9 @@ def _find_copies(rows: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]
         all copies are equal.
     """
     for holding in dict.fromkeys(row[0] for row in rows):
-        ranks = [rank for rank, row in enumerate(rows) if row[0] == holding]
-        counted = Counter(rows[rank][1] for rank in ranks)
-        (digest, count), *others = counted.most_common()
+        digests = {rank: row[1] for rank, row in enumerate(rows) if row[0] == holding}
+        (digest, count), *others = Counter(digests.values()).most_common()
         if others:
-            is_majority = 2 * count > len(ranks)
-            return ranks, [rank for rank in ranks if rows[rank][1] != digest] if is_majority else []
+            is_majority = 2 * count > len(digests)
+            return {*digests}, {rank for rank in digests if is_majority and digests[rank] != digest}
     return None

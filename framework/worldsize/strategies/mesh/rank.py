@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -20,7 +21,8 @@ from worldsize.seeds import keep_generators
 from worldsize.strategies.chunk_tensor import ChunkLayout
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.deferred_weights import allow_deferring
-from worldsize.strategies.gradient_reducer import Backward, GradientReducer
+from worldsize.strategies.gradient_audit import WHOLE
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer, Observe
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.mesh.groups import MeshGroups
 from worldsize.strategies.mesh.layout import Layout, Ownership, get_submesh, parse_axis
@@ -85,7 +87,10 @@ class MeshRank:
 
     def _build_data_world(self, parts: DeviceMesh) -> World:
         """Return the world of ranks that hold the same part of the model, those along ``parts``."""
-        groups = {self.context.world.role: parts.get_group()} if parts.size() > 1 else {}
+        world = self.context.world
+        groups = {world.role: parts.get_group()} if parts.size() > 1 else {}
+        if world.group is not None:
+            groups[WHOLE] = world.group
         return replace(self.context.world, rank=parts.get_local_rank(), size=parts.size(), groups=groups)
 
     def _get_copies(self, mesh: DeviceMesh) -> ProcessGroup | None:
@@ -283,6 +288,12 @@ class _WithMeshNorm(GradientReducer):
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         return self.inner.run(batches, backward)
+
+    def run_apart(self, batch: MicroBatch, backward: Backward) -> LossRecord:
+        return self.inner.run_apart(batch, backward)
+
+    def observe_gradients(self, observe: Observe) -> AbstractContextManager[None]:
+        return self.inner.observe_gradients(observe)
 
     def scale(self, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
         self.inner.scale(parameters, factor)

@@ -107,7 +107,7 @@ class Mesh(Strategy):
     For example, ``[{"tensor": 1}]`` keeps the other sizes. If several shapes are equally good, the first is used.
     """
 
-    supports = frozenset({"state_metrics", "ema", "compile", "activation_checkpointing", "features"})
+    supports = frozenset({"state_metrics", "ema", "compile", "activation_checkpointing", "features", "integrity"})
     shards_state = True
 
     data: Annotated[int | None, Range(least=1)] = None
@@ -188,6 +188,14 @@ class Mesh(Strategy):
     def block(self) -> Block:
         """The processes of one data-parallel part."""
         return Block(self.part.size, self.part.together)
+
+    def check_audit(self, cluster: Cluster) -> None:
+        if self.pipeline > 1:
+            raise ConfigError(
+                f"integrity.audit is not supported with strategy.pipeline={self.pipeline}: a stage does not compute "
+                "single passes. Set strategy.pipeline=1, or integrity.audit=0."
+            )
+        super().check_audit(cluster)
 
     def check_numerics(self, numerics: Numerics) -> None:
         self._check_others(lambda shape: shape.check_numerics(numerics))
