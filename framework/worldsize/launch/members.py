@@ -226,7 +226,7 @@ class Members:
             what = "continuing without it"
         else:
             return
-        cause = last_error(member.read_ending().cause)
+        cause = last_error(member.read_ending().cause).rstrip(".")
         _logger.error("%s %d failed: %s; %s", member.role, member.rank, cause, what)
         self.ended.remove(member)
         self.current.remove(member)

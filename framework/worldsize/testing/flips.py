@@ -66,14 +66,22 @@ class FlipResult:
     is_false_alarm: bool
 
 
-def draw_flips(count: int, size: int, targets: Sequence[FlipTarget], *, values: int, seed: int) -> list[FlipCase]:
-    """Draw flips in one of ``size`` processes, in one of the first ``values`` values of a step."""
+def draw_flips(
+    count: int, size: int, targets: Sequence[FlipTarget], *, values: int, seed: int, batch_bits: int = 32
+) -> list[FlipCase]:
+    """Draw flips in one of ``size`` processes, in one of the first ``values`` values of a step.
+
+    ``batch_bits``: bits of an element of the batch's first tensor that may change, such as 8 for tokens below 256.
+    """
     drawn = random.Random(seed)
     cases = []
     for _ in range(count):
         target = drawn.choice(targets)
+        is_batch = target == "batch"
         skip = drawn.randrange({"weight": 1, "activation": 2 * _PASSES, "batch": 2 * _PASSES}.get(target, values))
-        cases.append(FlipCase(drawn.randrange(size), Flip(target, skip=skip, bit=drawn.randrange(32))))
+        bit = drawn.randrange(batch_bits if is_batch else 32)
+        flip = Flip(target, name="0" if is_batch else None, skip=skip, bit=bit)
+        cases.append(FlipCase(drawn.randrange(size), flip))
     return cases
 
 
