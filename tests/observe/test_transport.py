@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from worldsize.core import (
+    BitMismatch,
     CheckpointFailed,
     Cluster,
     DataWorkersChanged,
@@ -100,6 +101,14 @@ def test_a_fallback_is_an_event_of_the_run(tmp_path: Path) -> None:
     ("event", "words"),
     [
         (Straggling(7, 3, "gpu1", "cuda:1", "compute", 1.4, 5), "step 7: straggling, rank 3, 1.4 × as slow"),
+        (
+            BitMismatch(7, "loss", (3,), ("gpu1",), ("cuda:1",), logical_rank=5),
+            "step 7: wrong bits on rank 3 on gpu1 (cuda:1): loss, logical rank 5.",
+        ),
+        (
+            BitMismatch(7, "model/head", (), ("gpu1", "gpu2"), ("cpu", "cpu"), suspects=(0, 1)),
+            "step 7: different bits on rank 0 on gpu1 (cpu), rank 1 on gpu2 (cpu), without a majority: model/head.",
+        ),
         (NodeAlert(1, "gpu1", "disk", 0.97, 0.95), "gpu1"),
         (CheckpointFailed(7, "no space left", 5, 2), "step 7: failed to write the checkpoint: no space left."),
         (DataWorkersChanged(7, 3, 4, 2, 0.3), "step 7: rank 3: data workers changed from 2 to 4"),
