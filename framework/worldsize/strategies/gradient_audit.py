@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from worldsize.collectives.bit_digest import digest_bits
 from worldsize.collectives.group import start_collective
+from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import BitMismatch, Dealing, MicroBatch, RunContext, World
 from worldsize.data.order import assign_logical_ranks
 from worldsize.errors import BitMismatchError
@@ -52,7 +53,7 @@ class PassRecord:
     def end_pass(self, batch: MicroBatch, loss: Tensor, buffers: Mapping[str, Tensor]) -> None:
         """End the pass of ``batch``, with its loss and the buffers after it."""
         values = {LOSS: loss, **{f"buffer {name}": each for name, each in buffers.items()}}
-        digests = {name: digest_bits(each) for name, each in values.items()}
+        digests = {name: digest_bits(get_local_shard(each)) for name, each in values.items()}
         self.passes[batch.logical_rank], self._open = {**self._open, **digests}, {}
 
     def discard_pass(self) -> None:
