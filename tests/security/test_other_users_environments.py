@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import pytest
 
-from worldsize.cli.reproduce import _list_clones
 from worldsize.config.search_path import get_bundle_folder
 from worldsize.errors import WorldsizeError
+from worldsize.launch.reproduction import _list_clones
 from worldsize.record import rebuild
 from worldsize.record.code import check_out_code
 from worldsize.record.manifest import read_manifest, write_manifest

@@ -1,22 +1,39 @@
-"""``worldsize compare RUN_A RUN_B``: show where two runs differ, and by how much."""
+"""``worldsize compare RUN_A RUN_B``: show where two runs differ, and by how much.
+
+With ``--operations``, both runs are trained again up to the first step that differs, to find the operation in it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
 
 from rich.console import Console
 
-from worldsize.cli import run_folder
+from worldsize.checkpoint.format import Checkpoint, complete, parse_step, read_checkpoint
+from worldsize.checkpoint.load import read_tensors
+from worldsize.cli import exit_process, run_folder
 from worldsize.config.arguments import build_number_parser
+from worldsize.config.compose import format_override
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
+from worldsize.launch.reproduction import Checkout, Reproduction
 from worldsize.messages import report_error
-from worldsize.observe.summary import comparison_table
+from worldsize.observe.summary import comparison_table, operations_table
 from worldsize.record.compare import Comparison, compare_runs
-from worldsize.record.run_record import read_run
+from worldsize.record.first_difference import FirstDifference, find_first_difference, find_first_step
+from worldsize.record.operations import digest_tensor
+from worldsize.record.run_record import RunView, read_run
 from worldsize.strict_json import sanitize_json
+from worldsize.world.processes import PREEMPTED
+from worldsize.world.scratch import temporary_folder
 
 EXIT_CODES = {"bitwise identical": 0, "within tolerance": 3, "different": 4}
 TOLERANCE = 0.01
@@ -27,11 +44,19 @@ def main() -> None:
     parser.add_argument(
         "runs", nargs=2, type=run_folder, metavar="RUN", help="a run folder, its run_manifest.json, or last"
     )
+    parser.add_argument(
+        "--operations", action="store_true", help="train both runs again, and name the first operation that differs"
+    )
+    parser.add_argument("--yes", action="store_true", help="with --operations, run another user's code without asking")
     add_report_options(parser)
     options = parser.parse_args()
     try:
-        first, second = (read_run(path).directory for path in options.runs)
-        comparison = compare_runs(first.path, second.path, tolerance=options.tolerance)
+        first, second = (read_run(path) for path in options.runs)
+        comparison = compare_runs(first.directory.path, second.directory.path, tolerance=options.tolerance)
+        if options.operations:
+            report = compare_operations(first, second, comparison, yes=options.yes)
+            show_report(report, as_json=options.json)
+            exit_process(EXIT_CODES["different" if report.difference else "bitwise identical"])
     except WorldsizeError as error:
         sys.exit(report_error(error))
     show_comparison(comparison, as_json=options.json)
@@ -54,3 +79,125 @@ def show_comparison(comparison: Comparison, *, as_json: bool) -> None:
         print(json.dumps(sanitize_json(comparison.describe()), indent=2))
     else:
         Console().print(comparison_table(comparison))
+
+
+@final
+@dataclass(frozen=True)
+class OperationsReport:
+    """The first operation that differs; None if none does. ``remarks`` concern the repeated runs."""
+
+    difference: FirstDifference | None
+    remarks: Sequence[str] = ()
+
+
+def show_report(report: OperationsReport, *, as_json: bool) -> None:
+    if as_json:
+        difference = report.difference.describe() if report.difference else None
+        plain = {"verdict": "different" if difference else "bitwise identical", "difference": difference}
+        print(json.dumps(sanitize_json({**plain, "remarks": list(report.remarks)}), indent=2))
+    else:
+        Console().print(operations_table(report.difference, report.remarks))
+
+
+def compare_operations(first: RunView, second: RunView, comparison: Comparison, *, yes: bool) -> OperationsReport:
+    """Train both runs again up to the first step that differs, and compare its operations.
+
+    Raises:
+        WorldsizeError: a record is damaged or not allowed to run, its operations cannot be recorded, or training
+            failed.
+    """
+    if comparison.verdict == "bitwise identical":
+        return OperationsReport(None, ["the recorded runs are bitwise identical; nothing was trained"])
+    until = _find_differing_step(first, second, comparison)
+    shared = _find_shared_checkpoint(first, second, before=until)
+    same_processes = _count_processes(first) == _count_processes(second)
+    with temporary_folder() as scratch, ExitStack() as stack:
+        replays = [
+            Replay(stack.enter_context(_prepare(run, scratch / name, yes=yes)), checkpoint)
+            for run, name, checkpoint in zip((first, second), ("a", "b"), shared or (None, None), strict=True)
+        ]
+        one, other = (replay.record(until) for replay in replays)
+        step = find_first_step(one, other, until=until)
+        if step < until:
+            one, other = (replay.record(step) for replay in replays)
+        found = find_first_difference(one, other, step=step, same_processes=same_processes)
+        pairs = zip(replays, (one, other), strict=True)
+        remarks = [remark for replay, folder in pairs for remark in replay.list_deviations(folder, until=step)]
+        if found is not None and found.first and found.second:
+            numbers = (found.first.number, found.second.number)
+            one, other = (
+                replay.record(step, saved=f"{found.stream}/{number}")
+                for replay, number in zip(replays, numbers, strict=True)
+            )
+            found = found.measure(one, other)
+    return OperationsReport(found, remarks)
+
+
+def _find_differing_step(first: RunView, second: RunView, comparison: Comparison) -> int:
+    """Return the first step that differs in the records; it may have been preceded by others that were not logged."""
+    steps = [each.first_step for each in (*comparison.metrics, *comparison.tensors) if each.first_step]
+    return min(steps, default=min(int(run.results["steps"]) for run in (first, second)))
+
+
+def _find_shared_checkpoint(first: RunView, second: RunView, *, before: int) -> tuple[Path, Path] | None:
+    """Return both runs' newest checkpoints of one step with the same state, if there are any ``before`` a step."""
+    runs = [{parse_step(path): path for path in complete(run.directory.checkpoints)} for run in (first, second)]
+    for step in sorted(runs[0].keys() & runs[1].keys(), reverse=True):
+        one, other = runs[0][step], runs[1][step]
+        if step < before and _has_same_state(read_checkpoint(one), read_checkpoint(other)):
+            return one, other
+    return None
+
+
+def _has_same_state(one: Checkpoint, other: Checkpoint) -> bool:
+    if one.tensors.keys() != other.tensors.keys():
+        return False
+    for part in {name.partition("/")[0] for name in one.tensors}:
+        first, second = read_tensors(one, part), read_tensors(other, part)
+        if any(digest_tensor(first[name]) != digest_tensor(second[name]) for name in first):
+            return False
+    return True
+
+
+def _count_processes(run: RunView) -> int:
+    return int(run.manifest["cluster"]["processes"])
+
+
+def _prepare(run: RunView, runs: Path, *, yes: bool) -> AbstractContextManager[Checkout]:
+    """Prepare to train a run again without its loggers and faults."""
+    recorded = [str(word) for word in run.manifest["overrides"]]
+    logger = [] if any(word.lstrip("+~").startswith("logger.") for word in recorded) else ["logger=none"]
+    options = [*logger, "faults=[]", "profile.steps=null"]
+    return Reproduction(run, options, runs=runs, yes=yes, quiet=True).prepare()
+
+
+@final
+@dataclass(frozen=True)
+class Replay:
+    """Trains a run again from ``checkpoint``, or from the start, in a checkout of its code."""
+
+    checkout: Checkout
+    checkpoint: Path | None
+
+    def record(self, step: int, *, saved: str | None = None) -> Path:
+        """Train up to ``step``, and return the folder with its operations; ``saved``: the one to save."""
+        options = [f"profile.operations={step}", format_override("profile.saved_operation", saved)]
+        if self.checkpoint is None:
+            run, code = self.checkout.train(*options)
+        else:
+            run, code = self.checkout.train(*options, "launch=write")
+            shutil.copytree(self.checkpoint, run.checkpoints / self.checkpoint.name)
+            code = code or self.checkout.run_command("resume", str(run.path))
+        if code not in (0, PREEMPTED):
+            raise WorldsizeError(f"repeating {self.checkout.original.id} failed with exit code {code}; see above.")
+        return run.operations
+
+    def list_deviations(self, operations: Path, *, until: int) -> list[str]:
+        """Return a remark if the values logged up to step ``until`` differ from the recorded ones."""
+        original = self.checkout.original
+        comparison = compare_runs(original.path, operations.parent, tolerance=0)
+        return [
+            f"{original.id}: repeating it gave a different {each.name} at step {each.first_step} than recorded"
+            for each in comparison.metrics
+            if each.first_step and each.first_step <= until
+        ]

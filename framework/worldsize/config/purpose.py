@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _WITHOUT_TRAINING: Mapping[str, object] = {  # turns off features that only training uses
-    **dict.fromkeys(("logger", "autoscale", "profile.steps", "init_from", "cluster.min_processes")),
+    **dict.fromkeys(
+        ("logger", "autoscale", "profile.steps", "init_from", "cluster.min_processes", "profile.operations")
+    ),
     # these metrics may belong to a split that is not evaluated
     **dict.fromkeys(("checkpoint.keep.best", "early_stopping.metric", "sweep.metric", "schedule_metric")),
     "listeners": {},

@@ -185,13 +185,17 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """The steps that PyTorch's profiler traces.
+    """The steps that PyTorch's profiler traces, and the step that ``worldsize compare --operations`` records.
 
     Attributes:
         steps: The first and the last step, e.g. [10, 12]; None: do not profile.
+        operations: Step whose operations are recorded; training stops after it. None: record no operations.
+        saved_operation: Operation of this step whose inputs and results are saved, e.g. "rank_00000/17".
     """
 
     steps: Sequence[Annotated[int, COUNT]] | None = None
+    operations: Annotated[int | None, COUNT, LARGEST] = None
+    saved_operation: str | None = None
 
     def __post_init__(self) -> None:
         if self.steps is not None and not (len(self.steps) == 2 and 1 <= self.steps[0] <= self.steps[1]):

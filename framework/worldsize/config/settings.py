@@ -35,6 +35,7 @@ from worldsize.config.shape import (
     check_graphs,
     check_heals,
     check_integrity,
+    check_operations,
     check_precision,
     check_reduce,
     check_remembers,
@@ -214,6 +215,8 @@ def load_settings(objects: Objects) -> Settings:
     keep = objects.build_cached_object("checkpoint.keep", config["checkpoint"]["keep"], Retention)
     checkpoint = build_dataclass(CheckpointConfig, config["checkpoint"], keep=keep)
     observe = _build_observe_config(config, _listeners(objects), cluster)
+    if observe.profile.operations is not None:
+        check_operations(shape)
     for group in ("optimizer", "schedule", "data"):  # errors then mention these keys, which users know
         if (node := config[group]) and any(node == value for value in config["recipe"].values()):
             check_node(node, allowed=objects.allowed, key=group)

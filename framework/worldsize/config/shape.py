@@ -262,6 +262,37 @@ def check_activations(numerics: Numerics, strategy: Strategy, cluster: Cluster) 
         )
 
 
+def check_operations(shape: RunShape) -> None:
+    """Raise ConfigError if the operations of a step cannot be recorded with these settings."""
+    name, numerics = type(shape.strategy).__name__, shape.numerics
+    refusals = {
+        f"the strategy {name}: the operations of a logical rank are spread over processes": (
+            "operations" not in shape.strategy.supports,
+            "Train both runs with strategy=single or ddp",
+        ),
+        "compile=true: compiled code does not run operations one by one": (
+            numerics.compile,
+            "Train both runs with compile=false",
+        ),
+        f"cluster.device={shape.cluster.device}": (
+            shape.cluster.device != "cpu",
+            "Train both runs with cluster.device=cpu",
+        ),
+        f"logical_context={numerics.logical_context}": (
+            numerics.logical_context > 1,
+            "Train both runs with logical_context=1",
+        ),
+        "strategy.on_failure=heal": (can_heal(shape.roles), "Train both runs with strategy.on_failure=restart"),
+        f"{shape.cluster.nodes} nodes": (
+            shape.cluster.nodes > 1 or not isinstance(shape.launcher, Launcher),
+            "Train both runs with cluster=laptop",
+        ),
+    }
+    for fact, (is_refused, remedy) in refusals.items():
+        if is_refused:
+            raise ConfigError(f"operations cannot be compared with {fact}. {remedy}.")
+
+
 def check_copies(roles: Mapping[str, Role], strategy: Strategy, peers: int) -> None:
     """Raise ConfigError if a healing gang shards its state, but does not copy shards to peers."""
     if can_heal(roles) and strategy.shards_state and not peers:

@@ -41,6 +41,7 @@ Capability = Literal[
     "sparse_gradients",  # all-reduce of gradients of embeddings with sparse=True; NCCL does not support it
     "adamw_8bit",  # an optimizer whose quantized state needs whole parameters
     "schedule_free",  # optimizers that evaluate with different weights than they train
+    "operations",  # recording of the operations of each logical rank (``worldsize compare --operations``)
 ]
 _EARLIER: Mapping[str, Capability | None] = {  # deprecated class variables; None: the variable lists capabilities
     "merges_states": "state_metrics",

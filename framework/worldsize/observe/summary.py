@@ -17,6 +17,8 @@ from worldsize.core import format_display_name
 from worldsize.messages import printable
 from worldsize.observe.wandb import format_upload_command
 from worldsize.record.compare import Comparison, Divergence
+from worldsize.record.first_difference import FirstDifference
+from worldsize.record.operations import Operation
 
 
 def show_summary(console: Console, result: Mapping[str, Any], folder: Path) -> None:
@@ -101,3 +103,33 @@ def _format_cells(row: Divergence) -> tuple[str, ...]:
         return ("never", "0", "0", "0")
     step = "end" if row.first_step is None else str(row.first_step)
     return (step, f"{row.absolute:.3g}", f"{row.relative:.3g}", f"{row.ulp:,}")
+
+
+def operations_table(difference: FirstDifference | None, remarks: Sequence[str]) -> RenderableType:
+    """Build a table of the first operation that differs in two runs, its size, and remarks."""
+    notes = [Text(printable(remark)) for remark in remarks]
+    if difference is None:
+        return Group(*notes, Text("no operation differs", style=_COLOURS["bitwise identical"]))
+    table = Table("", "first run", "second run", box=None, pad_edge=False)
+    rows = [_describe_operation(each) for each in (difference.first, difference.second)]
+    for name in dict.fromkeys([*rows[0], *rows[1]]):
+        table.add_row(name, *(Text(printable(row.get(name, ""))) for row in rows))
+    facts = [f"step {difference.step}, {difference.stream.replace('_', ' ')}: {difference.explanation}"]
+    if (writer := difference.writer) is not None:
+        facts.append(f"the input was computed by {writer.name} in {writer.module or 'no module'}, {writer.line}")
+    if difference.ulp is not None:
+        facts.append(f"largest difference: {difference.ulp:,} ULP")
+    return Group(*map(Text, map(printable, facts)), table, *notes, Text("different", style=_COLOURS["different"]))
+
+
+def _describe_operation(operation: Operation | None) -> dict[str, str]:
+    if operation is None:
+        return {"operation": "none: the step has ended"}
+    return {
+        "operation": operation.name,
+        "phase": f"{operation.phase}, operation {operation.number}",
+        "module": operation.module,
+        "line": operation.line,
+        "results": ", ".join(operation.tensors),
+        "arguments": operation.arguments,
+    }

@@ -52,6 +52,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.operations = path / "operations"  # operations of a step, for `worldsize compare --operations`
         self.excluded = path / "excluded"  # hosts excluded as too slow, one per line
         self.transport = path / "transport.json"  # transports of an attempt, until they are in the manifest
         self.findings = path / "findings"  # files of a cluster check: one per host and process, and the first host's

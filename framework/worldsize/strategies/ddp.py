@@ -64,7 +64,7 @@ class DDP(Strategy):
     """
 
     reductions = get_args(Reduction)
-    supports = CAPABILITIES | {"integrity", "sparse_gradients", "adamw_8bit", "schedule_free"}
+    supports = CAPABILITIES | {"integrity", "operations", "sparse_gradients", "adamw_8bit", "schedule_free"}
 
     compress: CompressionKind = "none"
     powersgd_rank: Annotated[int, Range(least=1)] = 4

@@ -34,6 +34,7 @@ from worldsize.healing.loop import HealingMember
 from worldsize.healing.loop_state import GangHooks, LoopState
 from worldsize.healing.membership import MembershipChannel, is_from_gone_peer
 from worldsize.loop.averaging import AveragedReplica
+from worldsize.loop.recording import RecordingReplica
 from worldsize.messages import show_messages
 from worldsize.observe.health.process import HealthProcess
 from worldsize.observe.summary import show_summary
@@ -230,7 +231,7 @@ def _run_in_world(resources: ProcessResources, placement: Placement, channel: Me
         stack.enter_context(_hangs_watched(settings, run, placement))
         state, context = _beginning(settings, run, world)
         with context:
-            replica = _create_replica(settings, create_run_context(resources, settings, world, placement))
+            replica = _create_replica(settings, run, create_run_context(resources, settings, world, placement))
         if replica is None:
             return 0
         if settings.run.evaluates is not None:
@@ -280,7 +281,7 @@ def _run_healing_member(
         seed_generators(derive_seed(settings.training.seed, "init"), world.device)
         context = create_run_context(resources, settings, world, placement)
         context = replace(context, before_update=resources.before_update, making_groups=lambda: connections)
-        replica = _create_replica(settings, context)
+        replica = _create_replica(settings, run, context)
         assert replica is not None
         return replica
 
@@ -341,10 +342,13 @@ def _audit_transport(
                 listener(TransportFellBack(reason, transport.get("ranks", {}), transport["interface"]))
 
 
-def _create_replica(settings: Settings, context: RunContext) -> Replica | None:
+def _create_replica(settings: Settings, run: RunDirectory, context: RunContext) -> Replica | None:
     """Return the replica that this process trains; in a server, serve until the end and return None."""
     serves = settings.roles[context.world.role].serves
     if serves:
         return settings.strategy.serve(settings.recipe, context)
-    replica = settings.strategy.replica(settings.recipe, context)
+    replica, profile = settings.strategy.replica(settings.recipe, context), settings.observe.profile
+    if profile.operations is not None:
+        folder, step, saved = run.operations, profile.operations, profile.saved_operation
+        replica = RecordingReplica(replica, settings.recipe, folder, rank=context.world.rank, step=step, saved=saved)
     return AveragedReplica(replica, settings.average) if settings.average else replica

@@ -38,6 +38,7 @@ from worldsize.data.streams import TrainingStream
 from worldsize.data.worker_loader import AutoWorkers
 from worldsize.healing.loop_state import GangHooks, LoopState
 from worldsize.loop.fit import LoopCallbacks, TrainingProgress, fit
+from worldsize.loop.recording import stop_after
 from worldsize.observe.health.files import why_host_is_slow
 from worldsize.observe.timing import peak_device_bytes, trace_steps
 from worldsize.record.determinism import state_digest, tensor_digests
@@ -246,6 +247,8 @@ class Training:
             trace = self._run.get_profile_file(world.rank)
             create_parent_folders(trace, self._run)
             watched = trace_steps(watched, trace, first=first.step, span=(span[0], span[1]), device=world.device)
+        if (last := settings.observe.profile.operations) is not None:
+            watched = stop_after(watched, last, first=first.step)
         with closing(watched), timer.record_phases() if timer else nullcontext():
             return fit(
                 self._replica,

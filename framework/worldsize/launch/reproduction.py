@@ -1,0 +1,278 @@
+"""Trains a recorded run again: its code in a temporary checkout, its environment, and only after consent."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from glob import escape
+from pathlib import Path
+from typing import final
+
+from worldsize.config.arguments import parse_override_key
+from worldsize.config.compose import format_override
+from worldsize.config.search_path import get_bundle_folder
+from worldsize.core import ContainerImage
+from worldsize.errors import WorldsizeError
+from worldsize.launch.recorded_run import (
+    check_recorded_targets,
+    read_recorded_flags,
+    read_recorded_overrides,
+    target_names,
+)
+from worldsize.messages import ask_for_consent
+from worldsize.record.code import check_out_code, list_patched_files, read_patch
+from worldsize.record.container import (
+    Container,
+    Dockerfile,
+    build_image,
+    engines_for,
+    extend_environment,
+    find_engine,
+    read_recorded_image,
+    version_of_uv,
+)
+from worldsize.record.inputs import check_kept, link_data, remove_compiled
+from worldsize.record.rebuild import (
+    Interpreter,
+    Lock,
+    Places,
+    build_interpreter,
+    describe_installs,
+    different_packages,
+    get_container_interpreter,
+    get_current_interpreter,
+    read_lock,
+)
+from worldsize.record.redaction import REDACTED
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import RunView
+from worldsize.world.scratch import temporary_folder
+
+_NO_COMMIT = "only the files in the record"
+
+
+@final
+@dataclass(frozen=True)
+class Reproduction:
+    """How to train a recorded run again.
+
+    Attributes:
+        recorded: The run.
+        overrides: Options typed now, which replace recorded ones.
+        runs: Parent of the new run's folder; None: next to the recorded run, or else in the working directory.
+        yes: Whether to run another user's code without asking.
+        approximate: Whether to continue if recorded changes of the code are missing.
+        rebuild: Whether to rebuild the environment even if the current one is identical.
+        container: Container engine, or "auto"; None: no container.
+        base: Base image of a built image.
+        quiet: Whether to print the run's output on standard error.
+    """
+
+    recorded: RunView
+    overrides: Sequence[str] = ()
+    runs: Path | None = None
+    yes: bool = False
+    approximate: bool = False
+    rebuild: bool = False
+    container: str | None = None
+    base: str | None = None
+    quiet: bool = False
+
+    @contextmanager
+    def prepare(self) -> Iterator[Checkout]:
+        """Check the record, ask for consent, and yield a temporary checkout of the code.
+
+        Raises:
+            WorldsizeError: the record is damaged, incomplete or not allowed to run; nothing was started.
+        """
+        recorded = self.recorded
+        original, manifest, own = recorded.directory, recorded.manifest, recorded.is_own
+        code = manifest["code"]
+        check_recorded_targets(manifest, self.overrides, own=own)
+        has_plugins = check_kept(manifest.get("plugins", ()), original.plugins)
+        patch = read_patch(original.patch, code["patch_sha256"], approximate=self.approximate)
+        image = read_recorded_image(manifest["environment"]) if self.container else None
+        changed = [] if self.container else different_packages(manifest["environment"])
+        needs_lock = image is None if self.container else bool(changed or self.rebuild)
+        lock = read_lock(manifest["environment"], original.environment) if needs_lock else None
+        engine = find_engine(self.container, engines_for(image)) if self.container else None
+        if not own:
+            self._confirm_run(patch, lock, image.name if image else None)
+        overrides = self._collect_overrides()
+        clones, runs = _list_clones(recorded), self.runs or _find_runs_folder(original)
+        runs.mkdir(parents=True, exist_ok=True)
+        with temporary_folder() as scratch:
+            root, plugins = scratch / "code", scratch / "kept"
+            if has_plugins:
+                shutil.copytree(original.plugins, plugins)
+                check_kept(manifest.get("plugins", ()), plugins)  # check the copies, since the record may have changed
+            with check_out_code(code, patch, root, clones) as folder:
+                if not own:
+                    remove_compiled(root)
+                launched = _list_launch_folders(recorded)
+                link_data(manifest["data"], folder, root, launched)
+                if engine:
+                    container = Container(engine, image or _build_image(engine, lock, scratch, self.base))
+                    places = Places(folder, root, [*clones, *launched, original.path], [runs, scratch])
+                    python = get_container_interpreter(container, places, cuda=manifest["cluster"]["device"] == "cuda")
+                else:
+                    python = _prepare_interpreter(lock, folder, root=root, clones=clones)
+                yield Checkout(original, python, folder, overrides, plugins, runs, quiet=self.quiet)
+
+    def _confirm_run(self, patch: bytes, lock: Lock | None, image: str | None) -> None:
+        """Show what another user's record would fetch, install or run here, and ask for agreement."""
+        manifest, code = self.recorded.manifest, self.recorded.manifest["code"]
+        places = ", ".join(map(str, (*_list_clones(self.recorded), *([code["remote"]] if code["remote"] else []))))
+        facts = {
+            "run": [manifest["run_id"]],
+            "code": [f"{code['commit']} from the first repository with this commit: {places}"]
+            if code["commit"]
+            else [_NO_COMMIT],
+            "with changes": [f"patch with SHA-256 {code['patch_sha256']}", *list_patched_files(patch)] if patch else [],
+            "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest.get("plugins", ())],
+            "targets": target_names(manifest["config"]),
+            "options": manifest["overrides"],
+            "image": [image] if image else [],
+            "other packages": [] if self.container else different_packages(manifest["environment"]),
+            "to be installed": describe_installs(lock) if lock else [],
+            "data": list(manifest["data"]["files"]),
+        }
+        ask_for_consent(facts, yes=self.yes, deed="Install and run this code?")
+
+    def _collect_overrides(self) -> list[str]:
+        """Return the recorded overrides, replaced by the user's overrides where both exist."""
+        manifest, own = self.recorded.manifest, self.recorded.is_own
+        typed = {parse_override_key(word) for word in self.overrides}
+        recorded = [
+            word for word in read_recorded_overrides(manifest, own=own) if parse_override_key(word) not in typed
+        ]
+        begun = manifest["config"].get("init_from")  # the checkpoint that was used, even if init_from names a run
+        pinned = [format_override("init_from", begun)] if begun and "init_from" not in typed else []
+        revealed = (_ask_for_secret(word) if REDACTED in word else word for word in recorded)
+        return [*read_recorded_flags(manifest, own=own), *revealed, *pinned, *self.overrides]
+
+
+# overrides are sent on standard input, since they may contain secrets and every user can read command lines
+_CHILD = "import json, sys; sys.argv[1:] = json.load(sys.stdin); from worldsize.cli import main; main()"
+
+
+@final
+@dataclass(frozen=True)
+class Checkout:
+    """A temporary checkout of a recorded run's code, with an interpreter for it.
+
+    Attributes:
+        original: The recorded run.
+        python: The interpreter.
+        folder: The working directory.
+        overrides: Options of the run.
+        plugins: Folder with the only plugin copies to use, if it exists.
+        runs: Parent of new runs' folders.
+        quiet: Whether to print the output of runs on standard error.
+    """
+
+    original: RunDirectory
+    python: Interpreter
+    folder: Path
+    overrides: Sequence[str]
+    plugins: Path
+    runs: Path
+    quiet: bool
+
+    def train(self, *options: str) -> tuple[RunDirectory, int]:
+        """Train with further ``options``; return the new run's folder and its exit code.
+
+        Raises:
+            WorldsizeError: the run was refused; the reason has been shown.
+        """
+        name = f"{self.original.id}_reproduced_{secrets.token_hex(3)}"
+        own = [
+            format_override("run.root", self.runs),
+            format_override("run.name", name),
+            format_override("run.reproduces", self.original.manifest),
+        ]
+        code = self.run_command("train", *self.overrides, *own, *options)
+        folder = next(self.runs.glob(f"*/{escape(name)}"), None)
+        if folder is None:
+            raise WorldsizeError("the run was rejected; see the message above.")
+        return RunDirectory(folder), code
+
+    def run_command(self, *words: str) -> int:
+        """Run a worldsize command in the checkout; return its exit code."""
+        path = os.pathsep.join(map(str, (*self.python.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep))))
+        environment = {
+            **os.environ,
+            "WORLDSIZE_PLUGINS": str(self.plugins) if self.plugins.is_dir() else "",
+            "PYTHONPATH": path.strip(os.pathsep),
+            **self.python.variables,
+        }
+        done = subprocess.run(
+            [*self.python.command, "-c", _CHILD],
+            cwd=self.folder,
+            env=extend_environment(self.python.command, environment),
+            input=json.dumps(words),
+            stdout=sys.stderr if self.quiet else None,
+            text=True,
+        )
+        return done.returncode
+
+
+def _list_clones(recorded: RunView) -> list[Path]:
+    """List the folders whose git repositories may contain the commit.
+
+    Repositories mentioned or contained in another user's record are skipped, because a repository's settings can make
+    git run any program.
+    """
+    here = [Path.cwd(), get_bundle_folder()]
+    if recorded.is_own:
+        checkout = recorded.manifest["code"]["checkout"]
+        return [*([Path(checkout)] if checkout else []), recorded.directory.path, *here]
+    return here
+
+
+def _list_launch_folders(recorded: RunView) -> list[Path]:
+    """List the folders for resolving the run's relative paths: where it was launched, and the working directory."""
+    code = recorded.manifest["code"]
+    then = [Path(code["checkout"]) / code["folder"]] if recorded.is_own and code["checkout"] else []
+    return [*then, Path.cwd()]
+
+
+def _ask_for_secret(word: str) -> str:
+    key = word.partition("=")[0]
+    if not sys.stdin.isatty():
+        raise WorldsizeError(f"the secret {key} is not in the record. Pass {key}='${{oc.env:NAME_OF_A_VARIABLE}}'.")
+    return f"{key}={getpass.getpass(f'{key}: ')}"
+
+
+def _prepare_interpreter(lock: Lock | None, folder: Path, *, root: Path, clones: Sequence[Path]) -> Interpreter:
+    if lock is None:
+        return get_current_interpreter(root, clones=clones)
+    print("building the recorded environment with uv", file=sys.stderr, flush=True)
+    return build_interpreter(lock, folder, root.parent)
+
+
+def _build_image(engine: str, lock: Lock | None, scratch: Path, base: str | None) -> ContainerImage:
+    """Build the image of the recorded environment, into which the code is mounted later."""
+    assert lock is not None
+    folder = scratch / "image"
+    folder.mkdir()
+    lock.write_lock_files(folder)
+    base = base or f"python:{lock.python}-slim"
+    image = Dockerfile(folder, base, lock.python, version_of_uv(), extras=None, has_project=False)
+    print(f"building the recorded environment with {engine}", file=sys.stderr, flush=True)
+    return build_image(engine, image.write_files(), f"worldsize-{hashlib.sha256(lock.content).hexdigest()[:12]}")
+
+
+def _find_runs_folder(original: RunDirectory) -> Path:
+    """Return the folder for the new run, next to the original or else in the working directory."""
+    beside = original.path.parents[1]
+    return beside if original.config.exists() and os.access(beside, os.W_OK) else Path.cwd() / "runs"

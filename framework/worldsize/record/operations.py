@@ -1,0 +1,329 @@
+"""Records the operations of a training step: their names, digests, modules and source lines, one JSON line each.
+
+Each logical rank has a file for its forward and backward passes, and each process one for the rest: the state before
+the step, sums of gradients, and updates. Files are written as the step runs, so memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, TextIO, final
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from worldsize.record.json_lines import JsonRows, Row
+
+Phase = Literal["state", "data", "forward", "backward", "reduction", "optimizer"]
+_FIELDS: Mapping[str, type] = {
+    **dict.fromkeys(("phase", "name", "module", "line", "arguments"), str),
+    **dict.fromkeys(("inputs", "results", "tensors", "writers"), list),
+    "number": int,
+}
+_COLLECTIVES = ("c10d", "_c10d_functional")  # may return before their results are complete
+_UNSET = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
+_SAME_BITS = ("detach", "detach_", "alias", "lift_fresh", *_UNSET)  # not recorded
+STATES = "states.jsonl"  # one line per step with the digest of the state after it
+TENSOR = "tensor"  # name of a tensor that a step starts with
+_OVERWRITES = (
+    *("copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_"),
+    *("geometric_", "cauchy_", "_foreach_copy_", "_foreach_zero_", "_fill_mem_eff_dropout_mask_"),
+)
+_LONGEST = 200  # maximum characters of the arguments
+_TORCH, _FRAMEWORK = Path(torch.__file__).parent, Path(__file__).parents[1]
+_OPTIMIZERS, _ENGINE = f"{_TORCH}/optim/", f"{_TORCH}/autograd/graph.py"
+_MODULE_CALL = (f"{_TORCH}/nn/modules/module.py", "_call_impl")
+_INTERNAL = (f"{_TORCH}/", f"{_FRAMEWORK}/", f"{Path(contextmanager.__code__.co_filename).parent}/", "<")
+
+
+@final
+@dataclass(frozen=True)
+class Operation:
+    """An operation of a step, or a tensor that the step starts with.
+
+    Attributes:
+        number: Position among the operations of its process, from 0.
+        phase: The part of the step.
+        name: Name of the operator, e.g. ``aten.addmm.default``; "tensor" for a tensor that the step starts with.
+        module: Path of the module, or in the optimizer the name of a parameter. In the backward pass, the module of the
+            forward operation.
+        line: Innermost source line outside of torch and worldsize. In the backward pass, the forward operation's.
+        inputs: Digest of each input before the operation; "" if unknown.
+        results: Digest of each result; of a view, its shape, strides and offset.
+        tensors: Dtype and shape of each result.
+        arguments: Other arguments, abbreviated.
+        writers: The operation that wrote each input, as STREAM/NUMBER; "" if none did in this step.
+    """
+
+    number: int
+    phase: Phase
+    name: str
+    module: str
+    line: str
+    inputs: Sequence[str]
+    results: Sequence[str]
+    tensors: Sequence[str]
+    arguments: str = ""
+    writers: Sequence[str] = ()
+
+
+def list_streams(folder: Path) -> list[str]:
+    """Return the names of the recorded files, logical ranks last."""
+    return sorted(file.stem for file in folder.glob("*.jsonl") if file.name.startswith(("process_", "rank_")))
+
+
+def read_operations(folder: Path, stream: str) -> Iterator[Operation]:
+    """Yield the operations of a stream one at a time."""
+    return (Operation(**row) for row in JsonRows(folder / f"{stream}.jsonl", is_valid=_is_operation))
+
+
+def _is_operation(row: Row) -> bool:
+    return row.keys() == _FIELDS.keys() and all(isinstance(row[key], kind) for key, kind in _FIELDS.items())
+
+
+@final
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operations inside its context to ``folder``.
+
+    Args:
+        folder: Folder of the files.
+        process: This process's rank.
+        saved: ``STREAM/NUMBER`` of an operation whose inputs and results are saved (:func:`load_saved`).
+    """
+
+    def __init__(self, folder: Path, *, process: int = 0, saved: str | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._process, self._saved = folder, f"process_{process:05d}", saved
+        self._files: dict[str, TextIO] = {}
+        self._number = 0
+        self._modules: dict[nn.Module, str] = {}
+        self._stream, self._computes, self._updates = self._process, False, False
+        self._parameter, self._names = "", dict[int, str]()  # of the optimizer; by address
+        self._origins: dict[int, tuple[str, str]] = {}  # module and line by sequence number of the autograd node
+        self._writers: dict[int, str] = {}  # last operation that wrote an address, as STREAM/NUMBER
+        self._hooks: list[Any] = []
+        self._outermost: FrameType | None = None  # whose block this context is
+
+    def __enter__(self) -> OperationRecorder:
+        self._outermost = sys._getframe(1)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._begin_update),
+            register_optimizer_step_post_hook(self._end_update),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._outermost = None
+        for hook in self._hooks:
+            hook.remove()
+        for file in self._files.values():
+            file.close()
+
+    @contextmanager
+    def compute(self, model: nn.Module, data: Any, *, logical_rank: int) -> Iterator[None]:
+        """Attribute operations in this block, and of later backward passes, to a logical rank's pass over ``data``."""
+        if not self._modules:
+            self._modules = {module: name for name, module in model.named_modules()}
+            self._names = {_get_address(parameter): name for name, parameter in model.named_parameters()}
+        rank = f"rank_{logical_rank:05d}"
+        if rank not in self._files:
+            tensors = {f"data[{index}]": tensor for index, tensor in enumerate(_list_tensors(data))}
+            self.add_tensors("data", tensors, stream=rank)
+        if rank != self._stream:
+            self._origins.clear()
+        self._stream, self._computes = rank, True
+        try:
+            yield
+        finally:
+            self._computes = False
+
+    def add_tensors(self, phase: Phase, tensors: Mapping[str, Tensor], *, stream: str | None = None) -> None:
+        """Record tensors that the step starts with, by name."""
+        with _disable_current_modes():
+            for name, tensor in tensors.items():
+                row = {"phase": phase, "name": TENSOR, "module": name, "line": "", "inputs": []}
+                self._write_row(stream or self._process, row, [tensor], [digest_tensor(tensor)])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._opname in _SAME_BITS or func.namespace == "profiler":
+            return func(*args, **(kwargs or {}))
+        arguments = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        changed = {each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write}
+        writes = _list_tensors([value for name, value in arguments.items() if name in changed])
+        read = arguments.keys() - (set() if _reads_results(func) else changed)
+        reads = _list_tensors([value for name, value in arguments.items() if name in read])
+        phase, stream = self._find_phase(func)
+        module, line = self._find_origin(phase, [*reads, *writes])
+        row: Row = {"phase": phase, "name": str(func), "module": module, "line": line}
+        row |= {"inputs": [] if func.is_view else [digest_tensor(tensor) for tensor in reads]}
+        row |= {"arguments": _describe_arguments(arguments), "writers": [self._get_writer(tensor) for tensor in reads]}
+        is_saved = self._saved == f"{stream}/{self._number}"
+        if is_saved:
+            _save_tensors(self._folder, "inputs", reads)
+        result = func(*args, **(kwargs or {}))
+        outputs = writes or _list_tensors(result)
+        if func.namespace in _COLLECTIVES:
+            digests = [""] * len(outputs)
+        elif func.is_view:
+            digests = [f"{tuple(each.shape)} {each.stride()} {each.storage_offset()}" for each in outputs]
+        else:
+            digests = [digest_tensor(tensor) for tensor in outputs] or [str(result)[:_LONGEST]]
+        if is_saved:
+            _save_tensors(self._folder, "results", outputs)
+        self._write_row(stream, row, outputs, digests, writer=row["writers"][0] if func.is_view else None)
+        return result
+
+    def _write_row(
+        self, stream: str, row: Row, outputs: Sequence[Tensor], digests: Sequence[str], *, writer: str | None = None
+    ) -> None:
+        """Append an operation to its stream; ``writer``: the operation that wrote its outputs, if another."""
+        row = {"number": self._number, "arguments": "", "writers": [], **row, "results": digests}
+        row["tensors"] = [f"{_get_name(each.dtype)}{list(each.shape)}" for each in outputs]
+        if stream not in self._files:
+            self._files[stream] = (self._folder / f"{stream}.jsonl").open("w")
+        self._files[stream].write(json.dumps(row) + "\n")
+        written = f"{stream}/{self._number}" if writer is None else writer
+        self._writers |= dict.fromkeys(map(_get_address, outputs), written)
+        self._number += 1
+
+    def _get_writer(self, tensor: Tensor) -> str:
+        return self._writers.get(_get_address(tensor), "")
+
+    def _find_phase(self, func: Any) -> tuple[Phase, str]:
+        """Return the phase of the current operation, and its stream."""
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            is_sum = node.name().endswith("AccumulateGrad") or func.namespace in _COLLECTIVES
+            return "backward", self._process if is_sum else self._stream
+        if self._updates:
+            return "optimizer", self._process
+        return ("forward", self._stream) if self._computes else ("reduction", self._process)
+
+    def _find_origin(self, phase: Phase, tensors: Sequence[Tensor]) -> tuple[str, str]:
+        """Return the module and the source line of the current operation."""
+        module, line = self._find_frame(phase)
+        if phase == "optimizer":
+            names = (self._names.get(_get_address(tensor)) for tensor in tensors)
+            self._parameter = next(filter(None, names), self._parameter)  # else a temporary of the same parameter
+            return self._parameter, line
+        if phase == "backward":
+            node: Any = torch._C._current_autograd_node()
+            if (variable := getattr(node, "variable", None)) is not None:
+                return self._names.get(_get_address(variable), ""), line
+            origin = self._origins.get(node._sequence_nr(), ("", ""))
+            module, line = module or origin[0], line or origin[1]
+        # autograd numbered the node of this operation, if any, just before it dispatched the operation
+        self._origins.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, line))
+        return module, line
+
+    def _find_frame(self, phase: Phase) -> tuple[str, str]:
+        """Return the innermost module that is called, and the innermost source line of the user's code.
+
+        In the optimizer, its code in torch counts as the user's. Otherwise, the line is in worldsize if the user's code
+        is not involved, as in a sum of gradients; in the backward pass it is empty then.
+        """
+        frame: FrameType | None = sys._getframe(3)
+        module, line, inner = None, "", ""
+        while frame is not None and not (module is not None and line):
+            file, name = frame.f_code.co_filename, frame.f_code.co_name
+            if phase == "backward" and file == _ENGINE:
+                break
+            if module is None and (file, name) == _MODULE_CALL:
+                module = self._modules.get(frame.f_locals["self"])
+            if not line and (not file.startswith(_INTERNAL) or (phase == "optimizer" and file.startswith(_OPTIMIZERS))):
+                line = _describe_line(file, frame.f_lineno)
+            if not inner and file.startswith(f"{_FRAMEWORK}/"):
+                inner = _describe_line(file, frame.f_lineno)
+            frame = None if frame is self._outermost else frame.f_back
+        return module or "", line or ("" if phase == "backward" else inner)
+
+    def _begin_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._updates = True
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            name = self._names.get(_get_address(parameter), "")
+            for tensor in _list_tensors([parameter.grad, list(optimizer.state.get(parameter, {}).values())]):
+                self._names[_get_address(tensor)] = name
+
+    def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._updates = False
+
+
+@cache
+def _describe_line(file: str, number: int) -> str:
+    """Return a line relative to the working directory, or to the folder of torch or worldsize."""
+    roots = (_TORCH.parent, _FRAMEWORK.parent, Path.cwd())
+    shown = next((Path(file).relative_to(root) for root in roots if Path(file).is_relative_to(root)), file)
+    return f"{shown}:{number}"
+
+
+def _describe_arguments(arguments: Mapping[str, Any]) -> str:
+    plain = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str | list)}
+    words = [f"{name}={value}" for name, value in plain.items() if not _list_tensors(value)]
+    return ", ".join(words)[:_LONGEST]
+
+
+def _reads_results(func: Any) -> bool:
+    """Return whether an operation reads the tensors that it changes, which may otherwise be uninitialized."""
+    return func._opname.endswith("_") and func._opname not in _OVERWRITES
+
+
+def _list_tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _get_address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if _is_dense(tensor) else 0
+
+
+def digest_tensor(tensor: Tensor) -> str:
+    """Return a digest of the bits of a dense or sparse tensor, of any shape; "" for other tensors."""
+    if type(tensor) is Tensor and tensor.layout is torch.sparse_coo:
+        return digest_tensor(tensor._indices()) + digest_tensor(tensor._values())
+    return hashlib.blake2b(_get_bytes(tensor), digest_size=8).hexdigest() if _is_dense(tensor) else ""
+
+
+def _get_bytes(tensor: Tensor) -> Any:
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:  # expanded
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy()
+
+
+def _save_tensors(folder: Path, kind: str, tensors: Sequence[Tensor]) -> None:
+    for index, tensor in enumerate(tensors):
+        if _is_dense(tensor):
+            numpy.save(folder / f"{kind}_{index}_{_get_name(tensor.dtype)}.npy", _get_bytes(tensor.clone()))
+
+
+def load_saved(folder: Path, kind: Literal["inputs", "results"], index: int) -> Tensor | None:
+    """Load a saved input or result, flattened; None if it was not saved."""
+    file = next(folder.glob(f"{kind}_{index}_*.npy"), None)
+    if file is None:
+        return None
+    dtype: torch.dtype = getattr(torch, file.stem.split("_", 2)[2])
+    return torch.from_numpy(numpy.load(file, allow_pickle=False)).view(dtype)
+
+
+def _get_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
