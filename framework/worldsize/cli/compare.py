@@ -9,11 +9,11 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import TextIO, final
 
 from rich.console import Console
 
@@ -111,9 +111,9 @@ def compare_operations(first: RunView, second: RunView, comparison: Comparison, 
     until = _find_differing_step(first, second, comparison)
     shared = _find_shared_checkpoint(first, second, before=until)
     same_processes = _count_processes(first) == _count_processes(second)
-    with temporary_folder() as scratch, ExitStack() as stack:
+    with temporary_folder() as scratch, _show_on_error(scratch / "log") as log, ExitStack() as stack:
         replays = [
-            Replay(stack.enter_context(_prepare(run, scratch / name, yes=yes)), checkpoint)
+            Replay(stack.enter_context(_prepare(run, scratch / name, log, yes=yes)), checkpoint)
             for run, name, checkpoint in zip((first, second), ("a", "b"), shared or (None, None), strict=True)
         ]
         one, other = (replay.record(until) for replay in replays)
@@ -131,6 +131,17 @@ def compare_operations(first: RunView, second: RunView, comparison: Comparison, 
             )
             found = found.measure(one, other)
     return OperationsReport(found, remarks)
+
+
+@contextmanager
+def _show_on_error(path: Path) -> Iterator[TextIO]:
+    """Yield a new file for the output of the repeated runs; print it if one fails."""
+    with path.open("w") as log:
+        try:
+            yield log
+        except WorldsizeError:
+            print(path.read_text(errors="replace"), end="", file=sys.stderr)
+            raise
 
 
 def _find_differing_step(first: RunView, second: RunView, comparison: Comparison) -> int:
@@ -163,12 +174,12 @@ def _count_processes(run: RunView) -> int:
     return int(run.manifest["cluster"]["processes"])
 
 
-def _prepare(run: RunView, runs: Path, *, yes: bool) -> AbstractContextManager[Checkout]:
+def _prepare(run: RunView, runs: Path, log: TextIO, *, yes: bool) -> AbstractContextManager[Checkout]:
     """Prepare to train a run again without its loggers and faults."""
     recorded = [str(word) for word in run.manifest["overrides"]]
     logger = [] if any(word.lstrip("+~").startswith("logger.") for word in recorded) else ["logger=none"]
     options = [*logger, "faults=[]", "profile.steps=null"]
-    return Reproduction(run, options, runs=runs, yes=yes, quiet=True).prepare()
+    return Reproduction(run, options, runs=runs, yes=yes, output=log).prepare()
 
 
 @final
@@ -181,6 +192,7 @@ class Replay:
 
     def record(self, step: int, *, saved: str | None = None) -> Path:
         """Train up to ``step``, and return the folder with its operations; ``saved``: the one to save."""
+        print(f"training {self.checkout.original.id} again up to step {step}", file=sys.stderr, flush=True)
         options = [f"profile.operations={step}", format_override("profile.saved_operation", saved)]
         if self.checkpoint is None:
             run, code = self.checkout.train(*options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ def reproduce(options: Options) -> int:
         rebuild=options.rebuild,
         container=options.container,
         base=options.base,
-        quiet=options.json,
+        output=sys.stderr if options.json else None,
     )
     with reproduction.prepare() as checkout:
         new, exit_code = checkout.train(f"run.strict={options.strict}")

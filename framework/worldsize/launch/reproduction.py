@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import final
+from typing import IO, final
 
 from worldsize.config.arguments import parse_override_key
 from worldsize.config.compose import format_override
@@ -74,7 +74,7 @@ class Reproduction:
         rebuild: Whether to rebuild the environment even if the current one is identical.
         container: Container engine, or "auto"; None: no container.
         base: Base image of a built image.
-        quiet: Whether to print the run's output on standard error.
+        output: File for the run's output and errors; None: those of this process.
     """
 
     recorded: RunView
@@ -85,7 +85,7 @@ class Reproduction:
     rebuild: bool = False
     container: str | None = None
     base: str | None = None
-    quiet: bool = False
+    output: IO[str] | None = None
 
     @contextmanager
     def prepare(self) -> Iterator[Checkout]:
@@ -126,7 +126,7 @@ class Reproduction:
                     python = get_container_interpreter(container, places, cuda=manifest["cluster"]["device"] == "cuda")
                 else:
                     python = _prepare_interpreter(lock, folder, root=root, clones=clones)
-                yield Checkout(original, python, folder, overrides, plugins, runs, quiet=self.quiet)
+                yield Checkout(original, python, folder, overrides, plugins, runs, self.output)
 
     def _confirm_run(self, patch: bytes, lock: Lock | None, image: str | None) -> None:
         """Show what another user's record would fetch, install or run here, and ask for agreement."""
@@ -177,7 +177,7 @@ class Checkout:
         overrides: Options of the run.
         plugins: Folder with the only plugin copies to use, if it exists.
         runs: Parent of new runs' folders.
-        quiet: Whether to print the output of runs on standard error.
+        output: File for the output and errors of commands; None: those of this process.
     """
 
     original: RunDirectory
@@ -186,7 +186,7 @@ class Checkout:
     overrides: Sequence[str]
     plugins: Path
     runs: Path
-    quiet: bool
+    output: IO[str] | None
 
     def train(self, *options: str) -> tuple[RunDirectory, int]:
         """Train with further ``options``; return the new run's folder and its exit code.
@@ -220,7 +220,8 @@ class Checkout:
             cwd=self.folder,
             env=extend_environment(self.python.command, environment),
             input=json.dumps(words),
-            stdout=sys.stderr if self.quiet else None,
+            stdout=self.output,
+            stderr=self.output,
             text=True,
         )
         return done.returncode

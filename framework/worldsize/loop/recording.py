@@ -62,7 +62,9 @@ class RecordingReplica(Replica):
         with OperationRecorder(self._folder, process=self._rank, saved=self._saved) as recorder:
             recorder.add_tensors("state", self._collect_tensors())
             with _attribute_passes(self._recipe, recorder):
-                return self._inner.step(micro_batches)
+                result = self._inner.step(micro_batches)
+            recorder.add_tensors("new state", self._collect_tensors())
+            return result
 
     def _collect_tensors(self) -> dict[str, Tensor]:
         return split_tensors(self._inner.state())[0]

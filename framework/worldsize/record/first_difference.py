@@ -14,15 +14,18 @@ from worldsize.record.compare import tensor_ulps
 from worldsize.record.json_lines import JsonRows
 from worldsize.record.operations import STATES, Operation, list_streams, load_saved, read_operations
 
-Kind = Literal["result", "input", "operation", "state", "data"]
+Kind = Literal["result", "input", "operand", "reduction", "operation", "state", "data", "new state"]
 _EXPLANATIONS: Mapping[Kind, str] = {
     "result": "the inputs are equal, the results differ",
-    "input": "an input differs, although all recorded results before are equal",
+    "input": "the value of an input differs, although the operation that computed it had equal results",
+    "operand": "the operations read the results of different operations",
+    "reduction": "the combined gradients differ; between different numbers of processes, their sums are not compared",
     "operation": "the runs perform different operations from here on",
     "state": "the state before the step differs",
     "data": "the data differ",
+    "new state": "the state after the step differs, although all recorded results are equal",
 }
-_AT_ANY_SIZE = ("state", "optimizer")  # phases of a process that do not depend on the number of processes
+_AT_ANY_SIZE = ("state", "optimizer", "new state")  # phases of a process that do not depend on the number of processes
 
 
 @final
@@ -61,9 +64,9 @@ class FirstDifference:
 
     def measure(self, first: Path, second: Path) -> FirstDifference:
         """Return this difference with its size, from the tensors that both runs saved in these folders."""
-        if self.kind not in ("result", "input"):
+        if self.kind not in ("result", "input", "operand", "reduction"):
             return self
-        kind: Literal["inputs", "results"] = "inputs" if self.kind == "input" else "results"
+        kind: Literal["inputs", "results"] = "results" if self.kind == "result" else "inputs"
         one, other = (load_saved(folder, kind, self.tensor) for folder in (first, second))
         if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
             return self
@@ -89,7 +92,7 @@ def find_first_difference(
     ]
     if not found:
         return None
-    earliest = min(found, key=_get_number)
+    earliest = min(found, key=_get_numbers)
     return replace(earliest, writer=_find_writer(first, earliest)) if earliest.kind == "input" else earliest
 
 
@@ -105,10 +108,9 @@ def find_first_step(first: Path, second: Path, *, until: int) -> int:
     return until
 
 
-def _get_number(difference: FirstDifference) -> int:
-    operation = difference.first or difference.second
-    assert operation is not None
-    return operation.number
+def _get_numbers(difference: FirstDifference) -> list[int]:
+    """Return the positions of the operations in their runs, smallest first."""
+    return sorted(each.number for each in (difference.first, difference.second) if each is not None)
 
 
 def _compare_streams(
@@ -122,6 +124,8 @@ def _compare_streams(
     for one, other in zip_longest(*streams):
         if (found := _compare_operations(one, other)) is not None:
             kind, tensor = found
+            if not is_whole and kind in ("input", "operand"):
+                kind = "reduction"
             return FirstDifference(step, kind, stream, tensor, one, other)
     return None
 
@@ -132,11 +136,12 @@ def _compare_operations(one: Operation | None, other: Operation | None) -> tuple
         return "operation", 0
     input_index = _find_differing(one.inputs, other.inputs)
     index = _find_differing([*one.results, *one.tensors], [*other.results, *other.tensors])
-    if one.phase in ("state", "data"):
+    if one.phase in ("state", "data", "new state"):
         named = index if one.module == other.module else 0
         return None if named is None else (one.phase, 0)
     if input_index is not None:
-        return "input", input_index
+        is_same = one.writers[input_index : input_index + 1] == other.writers[input_index : input_index + 1]
+        return ("input" if is_same else "operand"), input_index
     return None if index is None else ("result", index % max(1, len(one.tensors)))
 
 

@@ -12,7 +12,18 @@ if TYPE_CHECKING:  # imports torch, which is too slow for reading a level
 
 LEVELS = ("none", "tolerance", "same-topology bitwise", "bitwise")
 NOT_TRAINED = (
-    *("run", "launch", "launcher", "logger", "listeners", "observe", "checkpoint", "allow_targets", "faults"),
+    *(
+        "run",
+        "launch",
+        "launcher",
+        "logger",
+        "listeners",
+        "observe",
+        "profile",
+        "checkpoint",
+        "allow_targets",
+        "faults",
+    ),
     "autoscale",
 )
 _NOT_COMPUTED = (*NOT_TRAINED, "strategy", "cluster", "reproducibility")

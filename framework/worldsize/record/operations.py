@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from worldsize.record.json_lines import JsonRows, Row
 
-Phase = Literal["state", "data", "forward", "backward", "reduction", "optimizer"]
+Phase = Literal["state", "data", "forward", "backward", "reduction", "optimizer", "new state"]
 _FIELDS: Mapping[str, type] = {
     **dict.fromkeys(("phase", "name", "module", "line", "arguments"), str),
     **dict.fromkeys(("inputs", "results", "tensors", "writers"), list),
@@ -37,11 +37,13 @@ _COLLECTIVES = ("c10d", "_c10d_functional")  # may return before their results a
 _UNSET = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
 _SAME_BITS = ("detach", "detach_", "alias", "lift_fresh", *_UNSET)  # not recorded
 STATES = "states.jsonl"  # one line per step with the digest of the state after it
-TENSOR = "tensor"  # name of a tensor that a step starts with
+MODEL = "(model)"  # path of the whole model
+TENSOR = "tensor"  # name of a tensor that a step starts or ends with
 _OVERWRITES = (
     *("copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_"),
     *("geometric_", "cauchy_", "_foreach_copy_", "_foreach_zero_", "_fill_mem_eff_dropout_mask_"),
 )
+_UNDECLARED = {"running_mean", "running_var"}  # arguments that batch norms change without saying so in their schema
 _LONGEST = 200  # maximum characters of the arguments
 _TORCH, _FRAMEWORK = Path(torch.__file__).parent, Path(__file__).parents[1]
 _OPTIMIZERS, _ENGINE = f"{_TORCH}/optim/", f"{_TORCH}/autograd/graph.py"
@@ -52,12 +54,12 @@ _INTERNAL = (f"{_TORCH}/", f"{_FRAMEWORK}/", f"{Path(contextmanager.__code__.co_
 @final
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a step, or a tensor that the step starts with.
+    """An operation of a step, or a tensor that the step starts or ends with.
 
     Attributes:
         number: Position among the operations of its process, from 0.
         phase: The part of the step.
-        name: Name of the operator, e.g. ``aten.addmm.default``; "tensor" for a tensor that the step starts with.
+        name: Name of the operator, e.g. ``aten.addmm.default``; "tensor" for a tensor that the step starts or ends with.
         module: Path of the module, or in the optimizer the name of a parameter. In the backward pass, the module of the
             forward operation.
         line: Innermost source line outside of torch and worldsize. In the backward pass, the forward operation's.
@@ -139,7 +141,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def compute(self, model: nn.Module, data: Any, *, logical_rank: int) -> Iterator[None]:
         """Attribute operations in this block, and of later backward passes, to a logical rank's pass over ``data``."""
         if not self._modules:
-            self._modules = {module: name for name, module in model.named_modules()}
+            self._modules = {module: name or MODEL for name, module in model.named_modules()}
             self._names = {_get_address(parameter): name for name, parameter in model.named_parameters()}
         rank = f"rank_{logical_rank:05d}"
         if rank not in self._files:
@@ -154,7 +156,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._computes = False
 
     def add_tensors(self, phase: Phase, tensors: Mapping[str, Tensor], *, stream: str | None = None) -> None:
-        """Record tensors that the step starts with, by name."""
+        """Record tensors that the step starts or ends with, by name."""
         with _disable_current_modes():
             for name, tensor in tensors.items():
                 row = {"phase": phase, "name": TENSOR, "module": name, "line": "", "inputs": []}
@@ -165,6 +167,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         arguments = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | (kwargs or {})
         changed = {each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write}
+        changed |= arguments.keys() & _UNDECLARED
         writes = _list_tensors([value for name, value in arguments.items() if name in changed])
         read = arguments.keys() - (set() if _reads_results(func) else changed)
         reads = _list_tensors([value for name, value in arguments.items() if name in read])
@@ -177,7 +180,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_saved:
             _save_tensors(self._folder, "inputs", reads)
         result = func(*args, **(kwargs or {}))
-        outputs = writes or _list_tensors(result)
+        outputs = _list_tensors(result)
+        outputs += [tensor for tensor in writes if not any(tensor is each for each in outputs)]
         if func.namespace in _COLLECTIVES:
             digests = [""] * len(outputs)
         elif func.is_view:
@@ -306,8 +310,9 @@ def _get_bytes(tensor: Tensor) -> Any:
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0:  # expanded
             tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy()
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    row_n = plain.as_strided((plain.numel(),), (1,))  # reshape() could keep a stride of 0
+    return row_n.view(torch.uint8).numpy()
 
 
 def _save_tensors(folder: Path, kind: str, tensors: Sequence[Tensor]) -> None:
