@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -148,27 +148,23 @@ def multiply_by_itself(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Planted:
-    """A changed switch, and the operation that must be named."""
+    """A changed switch, and the operation that must be named; with a bar, those of the two steps."""
 
     change: dict[str, Any]
     kind: str
     phase: str
-    names: tuple[str, str]
+    name: str
     module: str
     line: str  # part of the line
 
-    def name_twice(self) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
-        """Return names, modules and lines for both steps; a single one counts for both."""
-        return self.names, _pair(self.module), _pair(self.line)
+    def split_pairs(self) -> Iterator[tuple[str, ...]]:
+        """Yield phase, name, module and line for both steps; those without a bar count for both."""
+        pairs = (text.split(" | ") for text in (self.phase, self.name, self.module, self.line))
+        return zip(*((pair[0], pair[-1]) for pair in pairs), strict=True)
 
 
-def _pair(text: str) -> Sequence[str]:
-    first, _, second = text.partition(" | ")
-    return first, second or first
-
-
-def planted(kind: str, phase: str, names: str, module: str, line: str, **change: Any) -> Planted:
-    return Planted(change, kind, phase, _pair(names), module, line)
+def planted(kind: str, phase: str, name: str, module: str, line: str, **change: Any) -> Planted:
+    return Planted(change, kind, phase, name, module, line)
 
 
 CASES = {
@@ -203,7 +199,7 @@ CASES = {
     ),
     "reduction of the loss": planted("result", "forward", "aten.nll_loss_forward", "", "loss", reduction="sum"),
     "smoothing of the loss": planted(
-        "operation", "forward", "aten.nll_loss_forward | aten.sum", "", "loss", smoothing=0.1
+        "operation", "backward | forward", "aten.nll_loss_backward | aten.sum", "", "loss", smoothing=0.1
     ),
     "a backward pass": planted("result", "backward", "aten.mul", "(model)", "backward", backward_factor=3.0),
     "a hook of a gradient": planted(
@@ -235,12 +231,10 @@ def test_a_planted_difference_is_the_first_that_is_named(case: str, original: Pa
     found = find_first_difference(original, replace(Step(), **expected.change).record(tmp_path), step=1)
     assert found is not None
     assert found.kind == expected.kind
-    named = expected.name_twice()
-    for operation, name, module, line in zip((found.first, found.second), *named, strict=True):
+    for operation, (phase, name, module, line) in zip((found.first, found.second), expected.split_pairs(), strict=True):
         assert operation is not None
-        assert operation.phase == expected.phase
-        assert operation.name.split(".")[:2] == name.split(".")[:2]
-        assert operation.module == module
+        assert (operation.phase, operation.module) == (phase, module)
+        assert operation.name.split(".")[:2] == name.split(".")
         assert line in read_line(operation.line)
 
 

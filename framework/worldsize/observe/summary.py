@@ -114,7 +114,7 @@ def operations_table(difference: FirstDifference | None, remarks: Sequence[str])
     rows = [_describe_operation(each) for each in (difference.first, difference.second)]
     for name in dict.fromkeys([*rows[0], *rows[1]]):
         table.add_row(name, *(Text(printable(row.get(name, ""))) for row in rows))
-    facts = [f"step {difference.step}, {difference.stream.replace('_', ' ')}: {difference.explanation}"]
+    facts = [f"{difference.place}: {difference.explanation}"]
     if (writer := difference.writer) is not None:
         facts.append(f"the input was computed by {writer.name} in {writer.module or 'no module'}, {writer.line}")
     if difference.ulp is not None:

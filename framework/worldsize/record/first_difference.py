@@ -54,6 +54,12 @@ class FirstDifference:
     ulp: int | None = None
 
     @property
+    def place(self) -> str:
+        """The step, and the logical rank or process, in words."""
+        kind, _, number = self.stream.partition("_")
+        return f"step {self.step}, {'logical rank' if kind == 'rank' else kind} {int(number)}"
+
+    @property
     def explanation(self) -> str:
         """What differs, in words."""
         return _EXPLANATIONS[self.kind]
