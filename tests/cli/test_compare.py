@@ -87,8 +87,8 @@ def test_the_first_step_is_found_between_logged_steps_at_another_world_size(
     tmp_path: Path, train: Train, compare: Compare
 ) -> None:
     source = write_recipe(tmp_path, "switched", RECIPE, switched=CONF) / "recipe.py"
-    options = ("recipe=switched", "reproducibility=elastic", "logical_ranks=4", "checkpoint.every=2", "log_every=10")
-    options += ("checkpoint.keep.last=9",)
+    options = ["recipe=switched", "reproducibility=elastic", "logical_ranks=4", "log_every=10"]
+    options += ["checkpoint.every=2", "checkpoint.keep.last=9"]
     first = train(*options, "cluster.processes=1")
     second = train(*options, "cluster.processes=2", "recipe.switch=3")
     assert [step["step"] for step in second.steps()] == [1, 6]

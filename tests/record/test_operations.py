@@ -74,7 +74,7 @@ class Step:
                 recorder.add_tensors("state", dict(model.named_parameters()))
             with recorder.compute(model, (images, labels), logical_rank=2) if recorder else nullcontext():
                 loss = self.loss(model(images), labels)
-            loss.backward()
+            torch.autograd.backward(loss)
             nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)  # line: clip
             optimizer.step()
         return model
@@ -106,7 +106,8 @@ class Net(nn.Module):
         x = Scale.apply(x, self.step.backward_factor)
         if self.step.gradient_hook:
             x.register_hook(self.step.gradient_hook)
-        return self.head(x)  # line: head
+        logits: Tensor = self.head(x)
+        return logits
 
 
 class Merge(nn.Module):
@@ -126,7 +127,7 @@ class Scale(torch.autograd.Function):
         return x * 2.0
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * context.factor, None  # line: backward
 
 

@@ -130,6 +130,8 @@ def compare_operations(first: RunView, second: RunView, comparison: Comparison, 
                 for replay, number in zip(replays, numbers, strict=True)
             )
             found = found.measure(one, other)
+    if found is None:
+        remarks.append("the recorded runs differ, but training them again here gave the same results")
     return OperationsReport(found, remarks)
 
 

@@ -17,7 +17,7 @@ from worldsize.record.operations import STATES, Operation, list_streams, load_sa
 Kind = Literal["result", "input", "operand", "reduction", "operation", "state", "data", "new state"]
 _EXPLANATIONS: Mapping[Kind, str] = {
     "result": "the inputs are equal, the results differ",
-    "input": "the value of an input differs, although the operation that computed it had equal results",
+    "input": "the value of an input differs, but not the recorded results of the operation that computed it",
     "operand": "the operations read the results of different operations",
     "reduction": "the combined gradients differ; between different numbers of processes, their sums are not compared",
     "operation": "the runs perform different operations from here on",

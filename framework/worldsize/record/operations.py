@@ -59,7 +59,7 @@ class Operation:
     Attributes:
         number: Position among the operations of its process, from 0.
         phase: The part of the step.
-        name: Name of the operator, e.g. ``aten.addmm.default``; "tensor" for a tensor that the step starts or ends with.
+        name: Name of the operator, e.g. ``aten.addmm.default``; "tensor" for a tensor at the start or end of the step.
         module: Path of the module, or in the optimizer the name of a parameter. In the backward pass, the module of the
             forward operation.
         line: Innermost source line outside of torch and worldsize. In the backward pass, the forward operation's.
@@ -164,7 +164,10 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._opname in _SAME_BITS or func.namespace == "profiler":
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if func._opname in _UNSET:
+                self._writers |= dict.fromkeys(map(_get_address, _list_tensors(result)), "")
+            return result
         arguments = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | (kwargs or {})
         changed = {each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write}
         changed |= arguments.keys() & _UNDECLARED
@@ -174,7 +177,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase, stream = self._find_phase(func)
         module, line = self._find_origin(phase, [*reads, *writes])
         row: Row = {"phase": phase, "name": str(func), "module": module, "line": line}
-        row |= {"inputs": [] if func.is_view else [digest_tensor(tensor) for tensor in reads]}
+        row |= {"inputs": [digest_tensor(tensor) for tensor in reads] if _reads_memory(func) else []}
         row |= {"arguments": _describe_arguments(arguments), "writers": [self._get_writer(tensor) for tensor in reads]}
         is_saved = self._saved == f"{stream}/{self._number}"
         if is_saved:
@@ -280,6 +283,11 @@ def _describe_arguments(arguments: Mapping[str, Any]) -> str:
     plain = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str | list)}
     words = [f"{name}={value}" for name, value in plain.items() if not _list_tensors(value)]
     return ", ".join(words)[:_LONGEST]
+
+
+def _reads_memory(func: Any) -> bool:
+    """Return whether an operation reads all its inputs; the schemas of collectives list outputs among them."""
+    return not func.is_view and (func.namespace not in _COLLECTIVES or func._opname.startswith("allreduce"))
 
 
 def _reads_results(func: Any) -> bool:
