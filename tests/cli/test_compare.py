@@ -17,7 +17,7 @@ pytestmark = pytest.mark.heavy
 Compare = Callable[..., Any]
 DIGITS = ("recipe=digits", "steps=4", "strategy=single", "cluster.processes=1", "log_every=1")
 
-# a recipe whose loss has another operation from step ``switch`` on
+# a recipe whose loss changes its operation at step ``switch``
 RECIPE = """
 import torch
 from torch.utils.data import TensorDataset
@@ -54,7 +54,7 @@ recipe:
 
 @pytest.fixture
 def compare(tmp_path: Path, command: Any, warm_python: Path) -> Compare:
-    """``compare(first, second, ...)`` compares two runs' operations in another folder than theirs."""
+    """``compare(first, second, ...)`` compares two runs' operations in a separate folder."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
 

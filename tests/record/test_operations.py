@@ -149,7 +149,7 @@ def multiply_by_itself(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Planted:
-    """A changed switch, and the operation that must be named; with a bar, those of the two steps."""
+    """A changed switch, and the operation that must be named; a bar separates the two steps' values."""
 
     change: dict[str, Any]
     kind: str

@@ -29,6 +29,7 @@ from worldsize.messages import report_error
 from worldsize.observe.summary import comparison_table, operations_table
 from worldsize.record.compare import Comparison, compare_runs
 from worldsize.record.first_difference import FirstDifference, find_first_difference, find_first_step
+from worldsize.record.metrics import last_step
 from worldsize.record.operations import digest_tensor
 from worldsize.record.run_record import RunView, read_run
 from worldsize.strict_json import sanitize_json
@@ -123,7 +124,7 @@ def compare_operations(first: RunView, second: RunView, comparison: Comparison, 
         found = find_first_difference(one, other, step=step, same_processes=same_processes)
         pairs = zip(replays, (one, other), strict=True)
         remarks = [remark for replay, folder in pairs for remark in replay.list_deviations(folder, until=step)]
-        if found is not None and found.first and found.second:
+        if found is not None and found.has_size and found.first and found.second:
             numbers = (found.first.number, found.second.number)
             one, other = (
                 replay.record(step, saved=f"{found.stream}/{number}")
@@ -147,9 +148,16 @@ def _show_on_error(path: Path) -> Iterator[TextIO]:
 
 
 def _find_differing_step(first: RunView, second: RunView, comparison: Comparison) -> int:
-    """Return the first step that differs in the records; it may have been preceded by others that were not logged."""
+    """Return the first step that differs in the records; it may have been preceded by others that were not logged.
+
+    Raises:
+        WorldsizeError: a run lacks logged steps.
+    """
+    last = min(last_step(run.directory.metrics) for run in (first, second))
+    if not last:
+        raise WorldsizeError("a run without a logged step cannot be compared by operations. Train it further.")
     steps = [each.first_step for each in (*comparison.metrics, *comparison.tensors) if each.first_step]
-    return min(steps, default=min(int(run.results["steps"]) for run in (first, second)))
+    return min([last, *steps])
 
 
 def _find_shared_checkpoint(first: RunView, second: RunView, *, before: int) -> tuple[Path, Path] | None:

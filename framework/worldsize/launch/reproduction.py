@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import hashlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -57,6 +58,8 @@ from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunView
 from worldsize.world.scratch import temporary_folder
 
+_logger = logging.getLogger(__name__)
+
 _NO_COMMIT = "only the files in the record"
 
 
@@ -67,14 +70,14 @@ class Reproduction:
 
     Attributes:
         recorded: The run.
-        overrides: Options typed now, which replace recorded ones.
+        overrides: Options typed now; they replace recorded ones.
         runs: Parent of the new run's folder; None: next to the recorded run, or else in the working directory.
         yes: Whether to run another user's code without asking.
         approximate: Whether to continue if recorded changes of the code are missing.
         rebuild: Whether to rebuild the environment even if the current one is identical.
         container: Container engine, or "auto"; None: no container.
         base: Base image of a built image.
-        output: File for the run's output and errors; None: those of this process.
+        output: File for the run's output and errors; None: inherit this process's streams.
     """
 
     recorded: RunView
@@ -177,7 +180,7 @@ class Checkout:
         overrides: Options of the run.
         plugins: Folder with the only plugin copies to use, if it exists.
         runs: Parent of new runs' folders.
-        output: File for the output and errors of commands; None: those of this process.
+        output: File for the output and errors of commands; None: inherit this process's streams.
     """
 
     original: RunDirectory
@@ -257,7 +260,7 @@ def _ask_for_secret(word: str) -> str:
 def _prepare_interpreter(lock: Lock | None, folder: Path, *, root: Path, clones: Sequence[Path]) -> Interpreter:
     if lock is None:
         return get_current_interpreter(root, clones=clones)
-    print("building the recorded environment with uv", file=sys.stderr, flush=True)
+    _logger.info("building the recorded environment with uv")
     return build_interpreter(lock, folder, root.parent)
 
 
@@ -269,7 +272,7 @@ def _build_image(engine: str, lock: Lock | None, scratch: Path, base: str | None
     lock.write_lock_files(folder)
     base = base or f"python:{lock.python}-slim"
     image = Dockerfile(folder, base, lock.python, version_of_uv(), extras=None, has_project=False)
-    print(f"building the recorded environment with {engine}", file=sys.stderr, flush=True)
+    _logger.info("building the recorded environment with %s", engine)
     return build_image(engine, image.write_files(), f"worldsize-{hashlib.sha256(lock.content).hexdigest()[:12]}")
 
 

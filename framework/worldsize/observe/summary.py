@@ -18,7 +18,7 @@ from worldsize.messages import printable
 from worldsize.observe.wandb import format_upload_command
 from worldsize.record.compare import Comparison, Divergence
 from worldsize.record.first_difference import FirstDifference
-from worldsize.record.operations import Operation
+from worldsize.record.operations import OperationRecord
 
 
 def show_summary(console: Console, result: Mapping[str, Any], folder: Path) -> None:
@@ -122,7 +122,7 @@ def operations_table(difference: FirstDifference | None, remarks: Sequence[str])
     return Group(*map(Text, map(printable, facts)), table, *notes, Text("different", style=_COLOURS["different"]))
 
 
-def _describe_operation(operation: Operation | None) -> dict[str, str]:
+def _describe_operation(operation: OperationRecord | None) -> dict[str, str]:
     if operation is None:
         return {"operation": "none: the step has ended"}
     return {

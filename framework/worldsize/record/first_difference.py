@@ -12,7 +12,7 @@ import torch
 
 from worldsize.record.compare import tensor_ulps
 from worldsize.record.json_lines import JsonRows
-from worldsize.record.operations import STATES, Operation, list_streams, load_saved, read_operations
+from worldsize.record.operations import STATES, OperationRecord, list_streams, load_saved, read_operations
 
 Kind = Literal["result", "input", "operand", "reduction", "operation", "state", "data", "new state"]
 _EXPLANATIONS: Mapping[Kind, str] = {
@@ -48,9 +48,9 @@ class FirstDifference:
     kind: Kind
     stream: str
     tensor: int
-    first: Operation | None
-    second: Operation | None
-    writer: Operation | None = None
+    first: OperationRecord | None
+    second: OperationRecord | None
+    writer: OperationRecord | None = None
     ulp: int | None = None
 
     @property
@@ -60,8 +60,13 @@ class FirstDifference:
         return f"step {self.step}, {'logical rank' if kind == 'rank' else kind} {int(number)}"
 
     @property
+    def has_size(self) -> bool:
+        """Whether the runs have a result (or input) of the same operation to compare."""
+        return self.kind in ("result", "input", "operand", "reduction")
+
+    @property
     def explanation(self) -> str:
-        """What differs, in words."""
+        """The kind of the difference, in words."""
         return _EXPLANATIONS[self.kind]
 
     def describe(self) -> dict[str, Any]:
@@ -70,8 +75,6 @@ class FirstDifference:
 
     def measure(self, first: Path, second: Path) -> FirstDifference:
         """Return this difference with its size, from the tensors that both runs saved in these folders."""
-        if self.kind not in ("result", "input", "operand", "reduction"):
-            return self
         kind: Literal["inputs", "results"] = "results" if self.kind == "result" else "inputs"
         one, other = (load_saved(folder, kind, self.tensor) for folder in (first, second))
         if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
@@ -85,8 +88,7 @@ def find_first_difference(
 ) -> FirstDifference | None:
     """Compare the operations in two folders, stream by stream; return the first difference.
 
-    ``same_processes``: whether the runs have the same number of processes. Otherwise, of the operations outside of the
-    logical ranks' passes, only those of the optimizer are compared.
+    ``same_processes``: whether the runs have the same number of processes. Otherwise, sums of gradients are skipped.
     """
     streams = sorted({*list_streams(first), *list_streams(second)})
     if not same_processes:
@@ -103,7 +105,7 @@ def find_first_difference(
 
 
 def find_first_step(first: Path, second: Path, *, until: int) -> int:
-    """Return the first step after which the states in two folders differ, at most ``until``.
+    """Return the first step that results in different states in the two folders, at most ``until``.
 
     If the states before the first step already differ, this is the first step.
     """
@@ -136,7 +138,7 @@ def _compare_streams(
     return None
 
 
-def _compare_operations(one: Operation | None, other: Operation | None) -> tuple[Kind, int] | None:
+def _compare_operations(one: OperationRecord | None, other: OperationRecord | None) -> tuple[Kind, int] | None:
     """Return the kind of a difference, and the index of the first tensor that differs; None if there is none."""
     if one is None or other is None or (one.name, one.phase) != (other.name, other.phase):
         return "operation", 0
@@ -156,7 +158,7 @@ def _find_differing(one: Sequence[str], other: Sequence[str]) -> int | None:
     return next((index for index, (first, second) in pairs if first != second), None)
 
 
-def _find_writer(folder: Path, difference: FirstDifference) -> Operation | None:
+def _find_writer(folder: Path, difference: FirstDifference) -> OperationRecord | None:
     """Return the operation of the same process that wrote the input, if it is in this step."""
     reader = difference.first
     writer = reader.writers[difference.tensor] if reader is not None and reader.writers else ""

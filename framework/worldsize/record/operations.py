@@ -7,8 +7,8 @@ the step, sums of gradients, and updates. Files are written as the step runs, so
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from worldsize.record.json_lines import JsonRows, Row
@@ -53,7 +53,7 @@ _INTERNAL = (f"{_TORCH}/", f"{_FRAMEWORK}/", f"{Path(contextmanager.__code__.co_
 
 @final
 @dataclass(frozen=True)
-class Operation:
+class OperationRecord:
     """An operation of a step, or a tensor that the step starts or ends with.
 
     Attributes:
@@ -87,9 +87,9 @@ def list_streams(folder: Path) -> list[str]:
     return sorted(file.stem for file in folder.glob("*.jsonl") if file.name.startswith(("process_", "rank_")))
 
 
-def read_operations(folder: Path, stream: str) -> Iterator[Operation]:
+def read_operations(folder: Path, stream: str) -> Iterator[OperationRecord]:
     """Yield the operations of a stream one at a time."""
-    return (Operation(**row) for row in JsonRows(folder / f"{stream}.jsonl", is_valid=_is_operation))
+    return (OperationRecord(**row) for row in JsonRows(folder / f"{stream}.jsonl", is_valid=_is_operation))
 
 
 def _is_operation(row: Row) -> bool:
@@ -111,7 +111,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._process, self._saved = folder, f"process_{process:05d}", saved
         self._files: dict[str, TextIO] = {}
-        self._number = 0
+        self._number, self._is_paused = 0, False
         self._modules: dict[nn.Module, str] = {}
         self._stream, self._computes, self._updates = self._process, False, False
         self._parameter, self._names = "", dict[int, str]()  # of the optimizer; by address
@@ -121,7 +121,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._outermost: FrameType | None = None  # whose block this context is
 
     def __enter__(self) -> OperationRecorder:
-        self._outermost = sys._getframe(1)
+        here = inspect.currentframe()
+        self._outermost = here.f_back if here else None
         self._hooks = [
             register_optimizer_step_pre_hook(self._begin_update),
             register_optimizer_step_post_hook(self._end_update),
@@ -157,19 +158,21 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def add_tensors(self, phase: Phase, tensors: Mapping[str, Tensor], *, stream: str | None = None) -> None:
         """Record tensors that the step starts or ends with, by name."""
-        with _disable_current_modes():
-            for name, tensor in tensors.items():
-                row = {"phase": phase, "name": TENSOR, "module": name, "line": "", "inputs": []}
-                self._write_row(stream or self._process, row, [tensor], [digest_tensor(tensor)])
+        self._is_paused = True
+        for name, tensor in tensors.items():
+            row = {"phase": phase, "name": TENSOR, "module": name, "line": "", "inputs": []}
+            self._write_row(stream or self._process, row, [tensor], [digest_tensor(tensor)])
+        self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._opname in _SAME_BITS or func.namespace == "profiler":
+        if self._is_paused or _get_short_name(func) in _SAME_BITS or func.namespace == "profiler":
             result = func(*args, **(kwargs or {}))
-            if func._opname in _UNSET:
+            if _get_short_name(func) in _UNSET:
                 self._writers |= dict.fromkeys(map(_get_address, _list_tensors(result)), "")
             return result
-        arguments = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        changed = {each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write}
+        declared = func._schema.arguments
+        arguments = dict(zip((each.name for each in declared), args, strict=False)) | (kwargs or {})
+        changed = {each.name for each in declared if each.alias_info and each.alias_info.is_write}
         changed |= arguments.keys() & _UNDECLARED
         writes = _list_tensors([value for name, value in arguments.items() if name in changed])
         read = arguments.keys() - (set() if _reads_results(func) else changed)
@@ -190,7 +193,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func.is_view:
             digests = [f"{tuple(each.shape)} {each.stride()} {each.storage_offset()}" for each in outputs]
         else:
-            digests = [digest_tensor(tensor) for tensor in outputs] or [str(result)[:_LONGEST]]
+            digests = [digest_tensor(tensor) for tensor in outputs]
+            digests += [repr(result)] if isinstance(result, bool | int | float | complex) else []
         if is_saved:
             _save_tensors(self._folder, "results", outputs)
         self._write_row(stream, row, outputs, digests, writer=row["writers"][0] if func.is_view else None)
@@ -199,7 +203,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write_row(
         self, stream: str, row: Row, outputs: Sequence[Tensor], digests: Sequence[str], *, writer: str | None = None
     ) -> None:
-        """Append an operation to its stream; ``writer``: the operation that wrote its outputs, if another."""
+        """Append an operation to its stream; ``writer``: the operation that wrote its outputs, if not itself."""
         row = {"number": self._number, "arguments": "", "writers": [], **row, "results": digests}
         row["tensors"] = [f"{_get_name(each.dtype)}{list(each.shape)}" for each in outputs]
         if stream not in self._files:
@@ -210,11 +214,11 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._number += 1
 
     def _get_writer(self, tensor: Tensor) -> str:
-        return self._writers.get(_get_address(tensor), "")
+        return self._writers.get(_get_address(tensor), "") if _is_dense(tensor) else ""
 
     def _find_phase(self, func: Any) -> tuple[Phase, str]:
         """Return the phase of the current operation, and its stream."""
-        node: Any = torch._C._current_autograd_node()
+        node = _get_node()
         if node is not None:
             is_sum = node.name().endswith("AccumulateGrad") or func.namespace in _COLLECTIVES
             return "backward", self._process if is_sum else self._stream
@@ -226,11 +230,11 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the module and the source line of the current operation."""
         module, line = self._find_frame(phase)
         if phase == "optimizer":
-            names = (self._names.get(_get_address(tensor)) for tensor in tensors)
-            self._parameter = next(filter(None, names), self._parameter)  # else a temporary of the same parameter
+            names = (self._names.get(_get_address(tensor)) for tensor in tensors if _is_dense(tensor))
+            self._parameter = next(filter(None, names), self._parameter)  # otherwise a temporary of the same parameter
             return self._parameter, line
         if phase == "backward":
-            node: Any = torch._C._current_autograd_node()
+            node = _get_node()
             if (variable := getattr(node, "variable", None)) is not None:
                 return self._names.get(_get_address(variable), ""), line
             origin = self._origins.get(node._sequence_nr(), ("", ""))
@@ -245,7 +249,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         In the optimizer, its code in torch counts as the user's. Otherwise, the line is in worldsize if the user's code
         is not involved, as in a sum of gradients; in the backward pass it is empty then.
         """
-        frame: FrameType | None = sys._getframe(3)
+        frame = inspect.currentframe()
         module, line, inner = None, "", ""
         while frame is not None and not (module is not None and line):
             file, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -255,7 +259,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 module = self._modules.get(frame.f_locals["self"])
             if not line and (not file.startswith(_INTERNAL) or (phase == "optimizer" and file.startswith(_OPTIMIZERS))):
                 line = _describe_line(file, frame.f_lineno)
-            if not inner and file.startswith(f"{_FRAMEWORK}/"):
+            if not inner and file.startswith(f"{_FRAMEWORK}/") and file != __file__:
                 inner = _describe_line(file, frame.f_lineno)
             frame = None if frame is self._outermost else frame.f_back
         return module or "", line or ("" if phase == "backward" else inner)
@@ -285,14 +289,25 @@ def _describe_arguments(arguments: Mapping[str, Any]) -> str:
     return ", ".join(words)[:_LONGEST]
 
 
+def _get_node() -> Any:
+    """Return the node that autograd's backward pass evaluates in this thread; None outside of one."""
+    return torch._C._current_autograd_node()
+
+
 def _reads_memory(func: Any) -> bool:
     """Return whether an operation reads all its inputs; the schemas of collectives list outputs among them."""
-    return not func.is_view and (func.namespace not in _COLLECTIVES or func._opname.startswith("allreduce"))
+    return not func.is_view and (func.namespace not in _COLLECTIVES or _get_short_name(func).startswith("allreduce"))
 
 
 def _reads_results(func: Any) -> bool:
-    """Return whether an operation reads the tensors that it changes, which may otherwise be uninitialized."""
-    return func._opname.endswith("_") and func._opname not in _OVERWRITES
+    """Return whether an operation reads the tensors that it changes; if not, they may be uninitialized."""
+    name = _get_short_name(func)
+    return name.endswith("_") and name not in _OVERWRITES
+
+
+def _get_short_name(func: Any) -> str:
+    """Return the name of an operator without its namespace and overload, e.g. "addmm"."""
+    return str(func).split(".")[1]
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:
