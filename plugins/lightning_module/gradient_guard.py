@@ -1,4 +1,4 @@
-"""Reject training steps that change parameter data or use gradients too early."""
+"""Reject modules whose hooks change parameter data, or use gradients before they exist."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class GradientGuard(TorchFunctionMode):
     ) -> Any:
         if func in (_GRADIENT.__get__, _GRADIENT.__set__) and id(args[0]) in self._parameters:
             raise ConfigError(
-                "training_step must not read or change parameter gradients, which worldsize computes in the "
-                "optimizer's step(). Set clip_norm to clip, call zero_grad() on the optimizer, and use "
+                "training_step and on_train_epoch_end must not read or change parameter gradients, which worldsize "
+                "computes in the optimizer's step(). Set clip_norm to clip, call zero_grad() on the optimizer, and use "
                 "optimizer.register_step_pre_hook for other changes."
             )
         if func == _DATA.__set__ and id(args[0]) in self._parameters:
-            raise ConfigError(f"training_step must not change a parameter{PARAMETER_REMEDY}")
+            raise ConfigError(f"training_step and on_train_epoch_end must not change a parameter{PARAMETER_REMEDY}")
         result = func(*args, **(kwargs or {}))
         if func == _DATA.__get__ and id(args[0]) in self._parameters:
             self._data.append((result, result._version))
@@ -55,4 +55,4 @@ class GradientGuard(TorchFunctionMode):
         """Raise ConfigError if a parameter changed through ``data``, bypassing its version."""
         data, self._data = self._data, []
         if any(each._version != version for each, version in data):
-            raise ConfigError(f"training_step must not change a parameter{PARAMETER_REMEDY}")
+            raise ConfigError(f"training_step and on_train_epoch_end must not change a parameter{PARAMETER_REMEDY}")

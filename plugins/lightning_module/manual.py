@@ -96,7 +96,8 @@ class ManualStep:
         """Record a loss passed to ``manual_backward``; the gradient is computed at an optimizer step.
 
         Raises:
-            ConfigError: the loss is not a scalar, or unsupported arguments are passed.
+            ConfigError: the loss is not a scalar, unsupported arguments are passed, or an optimizer was untoggled
+                before its backward pass.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigError("self.manual_backward requires a scalar loss, such as loss.mean().")
@@ -119,7 +120,8 @@ class ManualStep:
         """Step an optimizer with the losses of backward passes since its last ``zero_grad``.
 
         Raises:
-            ConfigError: the optimizer's gradient has other contributions, or the epoch has ended.
+            ConfigError: the optimizer's gradient has other contributions; it has no loss; the module changed
+                parameters, gradients or optimizer settings; or the epoch has ended.
         """
         if self._is_epoch_end:
             raise ConfigError("on_train_epoch_end must not step an optimizer. Step it in training_step.")
@@ -136,7 +138,8 @@ class ManualStep:
         """End the step, and the epoch if this is the epoch's last step.
 
         Raises:
-            ConfigError: no optimizer was stepped, or micro-batches advance schedules differently.
+            ConfigError: no optimizer was stepped; the module changed parameters, gradients or optimizer settings; or
+                micro-batches advance schedules differently.
         """
         self._check_untouched()
         if not self._updates:

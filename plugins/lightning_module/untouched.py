@@ -1,4 +1,4 @@
-"""Reject a training step that changes weights, gradients or learning rates itself."""
+"""Reject modules whose hooks change weights, gradients or learning rates themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from worldsize.core import ConfigError
 
 PARAMETER_REMEDY = (
-    ": training_step runs once per micro-batch, and parameters may be sharded. Change them in a hook that "
+    ": both run once per micro-batch, and parameters may be sharded. Change parameters in a hook that "
     "configure_optimizers registers with optimizer.register_step_post_hook."
 )
 
@@ -73,19 +73,20 @@ class Untouched:
                 value, others = before.get((place, key)), now.get((place, key))
                 if others is not value and others != value:
                     raise ConfigError(
-                        f"training_step must not change {key!r} of optimizer {name!r}: training_step runs once per "
-                        "micro-batch. Return a schedule from configure_optimizers, such as "
+                        f"training_step and on_train_epoch_end must not change {key!r} of optimizer {name!r}: both "
+                        "run once per micro-batch. Return a schedule from configure_optimizers, such as "
                         "torch.optim.lr_scheduler.LambdaLR, and step it."
                     )
 
     def _check_unchanged(self, before: _Seen, now: _Seen) -> None:
         if now.version != before.version:
             raise ConfigError(
-                f"training_step must not change {self._describe_parameter(before.parameter)}{PARAMETER_REMEDY}"
+                "training_step and on_train_epoch_end must not change "
+                f"{self._describe_parameter(before.parameter)}{PARAMETER_REMEDY}"
             )
         if now.gradient is not before.gradient or now.gradient_version != before.gradient_version:
             raise ConfigError(
-                "training_step must not call loss.backward() or change the gradient of "
+                "training_step and on_train_epoch_end must not call loss.backward() or change the gradient of "
                 f"{self._describe_parameter(before.parameter)}. Call self.manual_backward(loss) and zero_grad() "
                 "of the optimizer, and use optimizer.register_step_pre_hook for other changes."
             )

@@ -133,7 +133,10 @@ class ReplicationLog:
                 self.changed.wait_for(lambda: standby.made >= number or self._standby is not standby)
 
     def _drop_standby(self, standby: _Standby) -> None:
-        """Continue without a standby, unless it has declared this server dead and become master."""
+        """Continue without a standby.
+
+        If the standby has declared this server dead and become master, this process exits.
+        """
         with self.changed:
             if self._standby is not standby or self.ended.is_set():
                 return

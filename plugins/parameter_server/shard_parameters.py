@@ -312,10 +312,12 @@ def _create_optimizer(make: MakeOptimizer, model: nn.Module, leading: Optimizer,
     given = {id(each) for each in all_parameters(optimizer)}
     lost = [piece.name for piece, each in part if id(full[piece.name]) in updated and id(each) not in given]
     if lost or len(optimizer.param_groups) != len(leading.param_groups):
+        count, expected = len(optimizer.param_groups), len(leading.param_groups)
+        fault = f"lacks the parameter {lost[0]}" if lost else f"has {count} parameter groups instead of {expected}"
         raise ConfigError(
-            f"optimizer(model) returned a different {type(optimizer).__name__} for a part of the "
-            f"model{f' (missing: {lost[0]})' if lost else ''}: each server has only some parameters. Use the "
-            "parameters of the given model, in groups that do not depend on sizes, or use strategy=ddp."
+            f"on a server, which has only some parameters of the model, the {type(optimizer).__name__} that "
+            f"optimizer(model) returns {fault}. Use the parameters of the given model, in groups that do not depend "
+            "on their sizes, or set strategy=ddp."
         )
     for group, options in zip(optimizer.param_groups, collect_options(leading), strict=True):
         group["params"] = [each for each in group["params"] if id(each) in own]

@@ -118,9 +118,11 @@ class ParameterServer(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.staleness < 0 or (self.staleness and self.consistency != "bounded"):
+        if self.staleness < 0:
+            raise ConfigError(f"strategy.staleness must be at least 0, got {self.staleness}. Set strategy.staleness=0.")
+        if self.staleness and self.consistency != "bounded":
             raise ConfigError(
-                f"strategy.staleness={self.staleness} requires strategy.consistency=bounded, and must be at least 0. "
+                f"strategy.staleness={self.staleness} requires strategy.consistency=bounded. "
                 "Set strategy.consistency=bounded, or strategy.staleness=0."
             )
         if self.compression != "none" and self.reduce == "ordered":

@@ -232,9 +232,7 @@ def test_a_curve_has_the_textbooks_figures_at_each_size_and_is_drawn(plan: Any, 
     shares = [point["marginal"] for point in study["points"][1:]]
     assert shares[0] == pytest.approx(2 * study["points"][1]["efficiency"] - 1)
     assert study["knee"] == {"ddp": 1}
-    assert (
-        "ddp: the knee is at 1 processes: each additional process adds less than 43% of the throughput" in done.stdout
-    )
+    assert "ddp: the knee is at 1 process: each additional process adds less than 43% of the throughput" in done.stdout
     assert "Predicted, not measured." in render_page([tmp_path / "study"])
 
 

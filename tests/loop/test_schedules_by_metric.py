@@ -106,7 +106,7 @@ def test_what_cannot_be_advanced_is_refused_in_a_sentence(schedule: Any, message
                 "strategy.consistency=async",
                 "cluster.processes=3",
             ),
-            "ParameterServer overlaps steps and does not support schedules that step on an evaluation metric",
+            "ParameterServer, as configured, does not support schedules that step on an evaluation metric",
         ),
     ],
     ids=str,

@@ -89,7 +89,9 @@ def main() -> None:
         "efficiency x speedup)",
     )
     parser.add_argument(
-        "--one-machine", action="store_true", help="run all nodes on this machine, as with worldsize.testing.hosts"
+        "--one-machine",
+        action="store_true",
+        help="predict for nodes that share the cores of this machine, as with worldsize.testing.hosts",
     )
     parser.add_argument("--links", type=Path, metavar="FILE", help="links measured by worldsize doctor --json FILE")
     options = parser.parse_intermixed_args()

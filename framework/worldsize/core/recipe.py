@@ -181,9 +181,9 @@ class Recipe(ABC):
         """
 
     def metrics(self) -> Mapping[str, StateMetric]:
-        """Return metrics that are not a ratio of sums, by name.
+        """Return the metrics that are not ratios of sums, by name.
 
-        ``evaluate`` returns the inputs of each metric by the same name.
+        ``evaluate`` returns each metric's inputs under the same name.
         """
         return {}
 

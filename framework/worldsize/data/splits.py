@@ -127,7 +127,7 @@ class HeldOut(Source):
 
 @lru_cache(256)
 def _select_offsets(group: int, size: int, share: float, held_out: bool) -> NDArray[numpy.int64]:
-    """Return the offsets of one side's samples within a group, ascending: int64 [taken]."""
+    """Return the ascending offsets of a group's held-out or training samples: int64 (samples,)."""
     order = create_permutation(derive_seed(0, "held_out", group), size).numpy()
     out = round(share * size)
     return numpy.sort(order[:out] if held_out else order[out:])

@@ -208,7 +208,10 @@ class Roster:
 
 
 def _split_groups(ranks: Sequence[int], size: int, node_of: Callable[[int], int]) -> list[list[int]]:
-    """Split ranks into full groups of ``size`` on one host, in the order they fill up."""
+    """Return groups of ``size`` ranks of the same host, in the order in which they become full.
+
+    Ranks left over on a host are in no group.
+    """
     full, begun = list[list[int]](), dict[int, list[int]]()
     for rank in ranks:
         group = begun.setdefault(node_of(rank), [])

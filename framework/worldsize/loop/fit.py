@@ -55,7 +55,7 @@ class LoopConfig:
         return step % self.log_every == 0 or step in (1, self.steps)
 
     def may_log(self, step: int) -> bool:
-        """Return whether ``step`` is logged, or may be because its evaluation can end the run."""
+        """Return whether ``step`` may be logged: either it is due, or its evaluation may end the run."""
         return self.logs(step) or self.evaluates(step)
 
     def evaluates(self, step: int) -> bool:

@@ -57,7 +57,7 @@ class TrainingMetrics:
         self.sums = {**self.sums, **added}
 
     def _drop_renamed(self) -> None:
-        """Drop restored sums with different names, since the recipe changed after they were saved."""
+        """Drop all restored sums if the recipe's metric names have changed since they were saved."""
         if self.sums and sorted(self.sums) != self._names:
             _logger.warning(
                 "the metrics of the recipe's loss have changed since the checkpoint was saved, from [%s] to [%s]. "

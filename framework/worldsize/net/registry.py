@@ -131,7 +131,7 @@ class Dialer:
         registry: The registry of the run's services.
         credentials: The credentials of this process; None without TLS.
         timeout: Maximum seconds to wait for a service to register, and for a peer to make progress.
-        operations: The protocol.
+        operations: The operations of the protocol.
     """
 
     name: str

@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 _OVERFLOW = re.compile(r"Storage size calculation overflowed|multiplication overflow")  # torch errors for byte sizes
 _ADDRESSABLE = 1 << 47  # bytes addressable by a process on x86-64
 
-# errors that depend on the host: files, packages and memory may exist where the processes run
+# errors that may occur only on this host: the processes may run where the file, package or memory is available
 _OF_THIS_HOST = (OSError, ImportError, MemoryError, NotImplementedError)
 _OF_A_DEVICE = re.compile(r"\b(meta|cuda|device|gpu|memory)\b", re.IGNORECASE)
 

@@ -130,9 +130,10 @@ class Curve:
 
 def _knee_text(size: int, largest: int, least: float) -> str:
     share = f"{least:.0%} of the throughput of a single process"
+    processes = "1 process" if size == 1 else f"{size} processes"
     if size == largest:
-        return f"no knee up to {size} processes: each additional process adds at least {share}."
-    return f"the knee is at {size} processes: each additional process adds less than {share}."
+        return f"no knee up to {processes}: each additional process adds at least {share}."
+    return f"the knee is at {processes}: each additional process adds less than {share}."
 
 
 def _create_point(name: str, cluster: Cluster, batch_size: int, forecast: Forecast) -> Point:

@@ -236,7 +236,7 @@ class Presence:
 
 @final
 class PresenceExchange:
-    """Exchanges which ranks of ``group`` have which gradients; only ranks without one wait."""
+    """Determines which gradients exist on any rank of ``group``; only ranks that lack one wait."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device

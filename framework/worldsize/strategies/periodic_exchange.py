@@ -122,7 +122,7 @@ class Fragment:
         """Reset the synchronized values to this worker's parameters, which are equal on all workers."""
         for agreed, tensor in zip(self._agreed, self._own, strict=True):
             agreed.data.copy_(tensor)
-            if self._momentum:  # explicit zeros: SGD itself creates the buffer in its first step
+            if self._momentum:  # state() and load() need the buffer before SGD creates it in its first step
                 self._optimizer.state[agreed] = {"momentum_buffer": widen_tensor(tensor.detach()).mul(0)}
         self._begun, self._arriving = None, None
 

@@ -122,8 +122,8 @@ def check_metric(schedules: Sequence[Schedule], strategy: Strategy | None, metri
         )
     if needing and strategy is not None and not strategy.schedules_by_metric:
         raise ConfigError(
-            f"{type(strategy).__name__} overlaps steps and does not support schedules that step on an evaluation "
-            f"metric, such as {needing[0]}. Set strategy=ddp, or use a schedule that steps after each update."
+            f"{type(strategy).__name__}, as configured, does not support schedules that step on an evaluation metric, "
+            f"such as {needing[0]}. Set strategy=ddp, or use a schedule that steps after each update."
         )
     if needing and metric is None:
         raise ConfigError(

@@ -306,14 +306,14 @@ _STOP, _GO_ON = b"stop", b"go on"
 
 @final
 class StopVote:
-    """Vote among the ranks of ``world``, through their rendezvous store, to stop after the same step."""
+    """Vote among the ranks of ``world``, through their rendezvous store, to stop before the same step."""
 
     def __init__(self, world: World) -> None:
         self._size, self._key = world.size, f"stop_vote/{world.role}"
         self._voted = -1  # last step at which this rank voted
 
     def vote_to_stop(self, step: int) -> bool:
-        """Vote to stop after ``step``; return whether all ranks did so in time, with the same result on all ranks."""
+        """Vote to stop before ``step``; return whether all ranks did so in time, with the same result on all ranks."""
         if self._size == 1:
             return True
         if self._voted == step:
@@ -336,8 +336,8 @@ class StopVote:
 
 
 def create_patience(timeout: float, world: World, preemption: Preemption, *, heals: bool) -> Patience:
-    """Return the limits on waits for data, without voting in healing gangs, which do not share a store."""
-    vote = None if heals else StopVote(world)
+    """Return the limits on waits for data. In a healing gang (``heals``), ranks do not vote to stop during a wait."""
+    vote = None if heals else StopVote(world)  # the stores of a healing gang lack compare_set, which a vote requires
 
     def should_stop(step: int) -> bool:
         return vote is not None and preemption.is_wanted() and vote.vote_to_stop(step)

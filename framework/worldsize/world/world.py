@@ -26,9 +26,9 @@ _ALL_CONNECTED, _CONNECTS_LATE = 32, "TORCH_GLOO_LAZY_INIT"
 
 @contextmanager
 def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]) -> Iterator[World]:
-    """Join the run: set device, cores and threads, create process groups; destroy them on exit.
+    """Join the run: set the device, cores and threads, and create the process groups.
 
-    A run with one process does not use process groups.
+    A run with one process does not use process groups. The groups are destroyed on exit, but not after an error.
 
     Raises:
         ConfigError: the launcher started a different number of processes than planned.

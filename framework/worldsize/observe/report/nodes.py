@@ -168,7 +168,7 @@ def nodes_health(record: Record) -> NodesHealthTable | None:
 
 
 def _memory_errors(record: Record) -> dict[int, dict[int, int]]:
-    """Count memory errors from alerts, by node and GPU, since not all samples are read."""
+    """Count memory errors by node and GPU. Uses alerts, since not all samples are read."""
     counts: dict[int, dict[int, int]] = {}
     for each in record.events:
         alert = parse_alert(dict(each)) if each["event"] == NODE_ALERT else None

@@ -277,8 +277,8 @@ class Ownership:
             if len(self.ranks[name]) < len(self.stages[name]):
                 raise ConfigError(
                     f"the parameter {name} is shared by two stages of one rank, but can be sharded only once. Set "
-                    "strategy.schedule=1f1b, a different strategy.split, or strategy.data=1 with "
-                    "strategy.on_failure=restart, without reproducibility=elastic."
+                    "strategy.schedule=1f1b or a different strategy.split. To train without sharding instead, set "
+                    "strategy.data=1 and strategy.on_failure=restart, and a reproducibility other than elastic."
                 )
 
     def find_tied_parameters(self) -> dict[tuple[int, ...], list[str]]:
