@@ -1,6 +1,6 @@
 """In-memory copies of the training state in other processes.
 
-:class:`ShardCopies` copies the state after every n-th step, with each shard in two processes, so that one may die.
+:class:`ShardCopies` stores copies of each shard in two processes, so that either of them may die.
 :class:`ShardRecovery` starts each membership with the newest complete state.
 :func:`send_state` sends a process's whole state to other processes of its group, from memory to memory.
 """
@@ -40,8 +40,8 @@ from worldsize.world.environments import host_name
 class ShardCopies:
     """One rank's copies of the state.
 
-    All ranks must call :meth:`start_copy` after the same steps. Stores up to two generations, i.e. copies after one
-    step: copies in flight replace the previous generation only after all have arrived on all ranks.
+    All ranks must call :meth:`start_copy` after the same steps. A generation consists of the copies after one step. Up
+    to two are stored: copies in flight replace the previous generation once they have arrived on all ranks.
 
     Args:
         number: Number of the membership.
@@ -83,8 +83,8 @@ class ShardCopies:
     def start_copy(self, state: StateDict, *, step: int, skipped: int, shared: Any = None) -> None:
         """Copy this rank's shards of the state after ``step``.
 
-        Starts sending the shards that no other rank holds. First waits until the previous generation is complete on all
-        ranks.
+        First waits until the previous generation is complete on all ranks. Then starts to send the shards that no other
+        holder stores, see :meth:`PieceLayout.list_sole`, without waiting for their arrival.
         """
         self.close()
         tensors, values = split_tensors({part: child for part, child in state.items() if part != "strategy"})
@@ -289,7 +289,8 @@ def send_state(
 ) -> None:
     """Send this process's complete ``state`` and plain ``facts`` to ``receivers``, one by one.
 
-    Tensors are moved to ``device``, which the group's backend must support, since a state may span several devices.
+    The state may span several devices, so each tensor is first moved to ``device``. The backend of ``group`` must
+    support ``device``.
     """
     tensors, values = split_tensors(state)
     forms = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]

@@ -2,8 +2,8 @@
 
 :class:`Meetings` opens stores in a private folder or on the first host; waits in them end when the membership changes.
 :class:`Connections` cuts the connections of process groups, so that waits for a lost peer fail at once.
-:class:`LeftGroups` frees groups late: freeing a gloo group waits for its collectives, and one that sends to a killed
-process ends only at the group's timeout.
+:class:`LeftGroups` frees groups late: freeing a gloo group waits for its collectives, and a collective that sends to a
+killed process ends only at the group's timeout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from worldsize.devices import backend_names
 
 @final
 class Meetings:
-    """Creates a store per membership.
+    """Creates a store for each membership and purpose.
 
     The newest store is kept alive here, since a process group does not keep its store alive.
 
@@ -173,7 +173,7 @@ def rebuild_groups(
         members: Global ranks of the new members.
         cluster: Provides the backend and the timeout of collectives.
         store: Rendezvous used only by these members; the caller must keep it alive.
-        copies: Whether to create the role's group "copies/", for sending copies of shards between members.
+        copies: Whether to create the group "copies/ROLE", for sending copies of shards between members.
 
     Returns:
         This process's new World; its rank is its index in ``members``.
@@ -202,7 +202,7 @@ def rebuild_groups(
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches of DTensor operations, which refer to meshes of destroyed groups."""
+    """Clear torch's caches of DTensor operations; they refer to meshes of destroyed groups."""
     if "torch.distributed.tensor" not in sys.modules:  # avoid the slow import
         return
     with suppress(ImportError, AttributeError):  # the caches depend on torch's version
@@ -225,11 +225,12 @@ _WATCHED = re.compile(r"^tfd:\s*(\d+) .*\bino:([0-9a-f]+)", re.MULTILINE)  # a d
 
 @final
 class Connections:
-    """Context manager that records the sockets of process groups created in it; reentrant.
+    """Context manager that records the sockets of process groups created in it.
 
-    ``ProcessGroup.abort`` ends NCCL's operations but not gloo's, which end only when their sockets are shut down. A
-    gloo group may open connections later, when two ranks first communicate. It listens on a socket from its creation,
-    and one thread polls all its sockets, so sockets polled together with the listening socket belong to the group.
+    It may be entered several times, one after another, but not nested. ``ProcessGroup.abort`` ends NCCL's operations
+    but not gloo's: these end only when their sockets are shut down. A gloo group may open connections later, when two
+    ranks first communicate. It listens on a socket from its creation, and one thread polls all its sockets, so sockets
+    polled together with the listening socket belong to the group.
     """
 
     def __init__(self) -> None:

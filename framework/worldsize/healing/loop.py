@@ -226,8 +226,8 @@ def _agree_on_log(log: LogState, world: World) -> LogState:
 def agree_on_ends(step: int, world: World, progress: TrainingProgress | None, *, has_logged: bool) -> tuple[bool, bool]:
     """Return whether evaluation and save after ``step`` are complete; all ranks must call this.
 
-    Each is complete only if rank 0 has completed and logged it (``has_logged``). The evaluation must also be complete
-    on all other ranks that have completed ``step``, since an error may have interrupted it on some of them.
+    Each is complete only if rank 0 has completed it and logged the previous membership (``has_logged``). The evaluation
+    must also be complete on all other ranks that have completed ``step``: an error may have interrupted it on some.
     """
     known = progress if progress is not None and progress.step == step else None
     if world.rank == 0:

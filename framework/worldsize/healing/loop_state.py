@@ -71,8 +71,8 @@ class LoopState:
         """Find the checkpoint to start from; all ranks of ``world`` must call this.
 
         Returns:
-            The state with the checkpoint, and a context for creating the replica, which skips the initialization of
-            weights if all of them will be loaded.
+            The state with the checkpoint, and a context in which to create the replica. The context skips the
+            initialization of weights if all weights will be loaded.
 
         Raises:
             CheckpointError: the newest checkpoint is damaged, and older ones must not be used.

@@ -195,7 +195,7 @@ class MembershipChannel:
         return membership
 
     def begin_step(self, done: int) -> None:
-        """Record the start of the step after step ``done``. Raises MembershipEndedError."""
+        """Record the start of the step after ``done``; raise an error if the membership has ended."""
         self._steps += 1
         if self._steps == 1:
             self._send_message(began=self._number, first=done)

@@ -26,7 +26,7 @@ _SMALL = 4096  # bytes up to which all holders of a shard copy it, such as an op
 class Place:
     """A rank's host and its data-parallel rank ``part``.
 
-    None: each rank is a data-parallel replica.
+    ``part`` is None if each rank is a data-parallel replica.
     """
 
     host: str
@@ -115,8 +115,9 @@ class PieceLayout:
     """Assigns shards of the state to the ranks that store them; identical on all ranks.
 
     A rank holds the shards that it trains, and stores copies. Two ranks store each shard, if possible on different
-    hosts and with different data-parallel ranks. If several such ranks hold a shard, two of them store it (chosen in
-    turn; all of them if it is small), and nothing is sent. Otherwise, one holder stores it and sends a copy to a peer.
+    hosts and with different data-parallel ranks. If ranks of several data-parallel replicas hold a shard, two holders
+    store it (chosen in turn; all of them if it is small), and nothing is sent. In a gang of one replica, any two
+    holders suffice. Otherwise, one holder stores the shard and sends a copy to a peer.
 
     Args:
         held: The shards that each rank holds.
@@ -163,7 +164,7 @@ class PieceLayout:
         return offsets, end
 
     def create_views(self, pieces: Sequence[Piece], buffer: Tensor) -> dict[Piece, Tensor]:
-        """Return views of the shards in ``buffer``, uint8 (n,), with their dtypes and shapes."""
+        """Return a view of each shard in the uint8 vector ``buffer``, in its dtype and shape."""
         offsets, _ = self.compute_offsets(pieces)
         return {
             piece: buffer[offset : offset + self.count_bytes(piece)].view(self.dtypes[piece.name]).view(piece.sizes)

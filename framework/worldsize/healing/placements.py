@@ -1,7 +1,8 @@
 """The distribution of a state's shards over ranks, and the transfers that change it.
 
 The description is much smaller than (number of tensors) × (number of ranks), since a rank usually holds the same range
-of indices (box) of most tensors. A rank therefore sends one table per box: one byte per tensor, compressed. Tensors in
+of indices (box) of most tensors. A rank therefore sends one table per box and part of the state: one byte per tensor,
+compressed. Tensors in
 the same tables on all ranks form one placement, and the ranks' boxes are listed once per placement.
 """
 
@@ -174,9 +175,9 @@ def plan_transfers(
 
 
 def plan_handover(ranks: int, rank: int, kept: Sequence[TensorPlacement], names: Sequence[str]) -> list[Transfer]:
-    """Return ``rank``'s part of the transfers of shards to the first ``ranks`` ranks.
+    """Return ``rank``'s transfers in a handover of shards to the first ``ranks`` ranks.
 
-    These are the shards that none of the first ranks stores.
+    Only shards that none of the first ``ranks`` ranks stores are transferred.
     """
     transfers = []
     for placement in kept:
@@ -211,7 +212,8 @@ def _plan_routes(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (source, target, tensor) for each of ``tensors`` that ``rank`` sends or receives.
 
-    To balance the load, a target receives a tensor from the source at index ``(target + tensor) % len(sources)``.
+    A target copies from itself if possible. Otherwise, to balance the load, it receives a tensor from the source at
+    index ``(target + tensor) % len(sources)``.
     """
     if rank in targets:
         for tensor in tensors:

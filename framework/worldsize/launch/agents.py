@@ -189,7 +189,7 @@ def _rendezvous(plan: Plan, first: str, port: int, address: str) -> NodeRendezvo
 
 @final
 class Follower:
-    """The agent on every host except the first: runs local processes as directed by the first host."""
+    """The agent on a host other than the first; runs local processes as the first host directs."""
 
     def __init__(self, launcher: NodeLauncher, plan: Plan, node: Node, connection: AgentConnection) -> None:
         self._launcher, self._plan, self._node, self._connection = launcher, plan, node, connection

@@ -68,7 +68,10 @@ def _run_policy(plan: Plan, parent: int) -> None:
 
 
 def query_policy(policy: Autoscaler, plan: Plan, seconds: float) -> str:
-    """Query ``policy``, ``seconds`` after the start of the attempt, and resize the gang; return any error message."""
+    """Query ``policy`` and resize the gang; return an error message, or "" if successful.
+
+    ``seconds``: time since the start of the attempt.
+    """
     sign = RunDirectory(plan.run_dir).control
     blocks = get_blocks(plan.roles)
     least, most = get_min_processes(plan.roles), policy.max_processes or count_at_most(blocks, plan.logical_ranks)

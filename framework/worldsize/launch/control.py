@@ -1,4 +1,4 @@
-"""Control socket of a running job: requests to add, remove and list its processes."""
+"""Control socket of a running job: requests to resize its gang and list its processes."""
 
 from __future__ import annotations
 
@@ -171,7 +171,9 @@ def _try_action(action: Callable[[], Any]) -> dict[str, Any]:
 
 
 def send_request(sign: Path, **facts: Any) -> Any:
-    """Send a request to the launching process and return the answer; the file ``sign`` has the socket's path.
+    """Send a request to the launching process and return the answer.
+
+    The file ``sign`` contains the path of the launching process's socket.
 
     Raises:
         ConfigError: the process does not exist or refuses the request.

@@ -80,7 +80,7 @@ def _find_best(record: RunView, folders: Sequence[Path]) -> Path:
 
 
 def read_retention(record: RunView) -> Retention | None:
-    """Return the policy that defines a run's best checkpoint; None without ``checkpoint.keep.best``."""
+    """Return the policy for a run's best checkpoint; None without ``checkpoint.keep.best``."""
     keep = record.manifest["config"]["checkpoint"].get("keep") or {}
     metric, direction = keep.get("best"), keep.get("direction", "max")
     if not isinstance(metric, str) or direction not in ("max", "min"):

@@ -51,7 +51,7 @@ class Meeting(TypedDict, total=False):
         hosts: Facts of each connected host, in rank order.
         clocks: Clock offset of each other host from the first in seconds (positive: ahead), by node rank.
         unreached: Unreachable nodes with the reasons, by the node rank of the host that tried.
-        unseen: Reason why a host and the first host do not see each other's files, by the host's node rank.
+        unseen: Reason why a host does not see the first host's file or vice versa, by the host's node rank.
         skipped: Reason why the measuring processes were not started; None if they were.
         outcome: Outcome of the measuring processes.
     """
@@ -124,7 +124,7 @@ def _describe_first_host(place: Node, port: int) -> dict[str, Any] | None:
 
 
 def _interface(cluster: Cluster, place: Node) -> dict[str, Any] | None:
-    """Describe the network interfaces for collectives and for reaching the first host; None with one host."""
+    """Describe the interfaces for collectives and to the first host; None with one host."""
     if place.count == 1:
         return None
     try:
@@ -271,7 +271,7 @@ def leave_report(recipe: Recipe, cluster: Cluster, run: RunDirectory) -> None:
 
 
 def checkpoint_bytes(recipe: Recipe) -> float:
-    """Return the size in bytes of the model's weights and Adam's two moments."""
+    """Estimate the bytes of a checkpoint: three times the model's state, for Adam's two moments."""
     try:
         with torch.device("meta"):
             model = recipe.model()
@@ -281,7 +281,7 @@ def checkpoint_bytes(recipe: Recipe) -> float:
 
 
 def _run_measurements(lead: Lead, plan: Plan, run: RunDirectory, meeting: Meeting) -> int:
-    """Start the measuring processes on all hosts, unless there is an obstacle; return the exit code."""
+    """Run the measuring processes unless ``meeting`` skips them; return the exit code."""
     try:
         write_facts(run.findings, "meeting", meeting)  # written before the processes, which may fail
         if not meeting.get("skipped"):

@@ -58,14 +58,15 @@ class Launch:
 def execute_run(cfg: DictConfig, sweep: list[Launch], recorded: Callable[[Path], None] = lambda folder: None) -> Trial:
     """Check, record and run the configuration; return its exit code and objective value.
 
+    If a process on this machine refuses the configuration, the exit code is 2, and the run folder is removed.
+
     Args:
         cfg: The composed configuration.
         sweep: List to append the run to if :func:`submit_sweep` submits it later, together with others.
         recorded: Callback with the run folder, called once the run has a record.
 
     Raises:
-        ConfigError: the run cannot start; no process was started, and no run folder remains. If a process on this
-            machine refuses the configuration before the first step, the exit code is 2, and the folder is removed, too.
+        ConfigError: the run cannot start; no process was started, and no run folder remains.
         SweepEnded: the run ended without the metric that the sweep optimizes.
     """
     settings = prepare_settings(cfg, [(each.settings.launcher, each.settings.cluster) for each in sweep])
@@ -142,7 +143,10 @@ def prepare_settings(cfg: DictConfig, asked: list[tuple[LaunchMethod, Cluster]])
 
 
 def _check_launcher(launcher: LaunchMethod, cluster: Cluster, *, is_started: bool) -> None:
-    """Check the launcher; a missing program or scheduler is only a warning if nothing is started."""
+    """Check the launcher.
+
+    Unless ``is_started``, a missing program or an unreachable scheduler is only a warning.
+    """
     try:
         launcher.check(cluster)
     except (MissingProgramError, SchedulerUnreachableError) as error:
@@ -270,7 +274,11 @@ def _get_job_key(launch: Launch) -> tuple[object, ...]:
 
 
 def _submit_batches(batches: Sequence[Sequence[Launch]]) -> int:
-    """Submit each batch as one job; return the exit code. Raises WorldsizeError if the first is refused."""
+    """Submit each batch as one job; return the exit code.
+
+    Raises:
+        WorldsizeError: a batch is refused before any other was submitted; later refusals are logged.
+    """
     submitted, logged, waited = list[RunDirectory](), list[RunDirectory](), list[RunDirectory]()
     waits, refused = list[Callable[[], None]](), 0
     for batch in batches:
@@ -308,7 +316,7 @@ def _submit_batches(batches: Sequence[Sequence[Launch]]) -> int:
 
 
 def _note_jobs(jobs: Sequence[str | None], batch: Sequence[Launch]) -> None:
-    """Record the job of each submitted run; print the start commands of runs that were only written."""
+    """Record the jobs of submitted runs; print the start commands of runs without a job."""
     for job, launch in zip(jobs, batch, strict=True):
         if job is None:
             assert isinstance(launch.settings.launcher, BatchLauncher)

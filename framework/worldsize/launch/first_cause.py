@@ -54,7 +54,7 @@ class Ending:
 
     @property
     def has_wrong_bits(self) -> bool:
-        """Whether bits of this or another process were wrong, so that a restart may compute wrong bits again."""
+        """Whether this or another process had wrong bits, which a restart may compute again."""
         return self.error is not None and self.error.get("has_wrong_bits", False)
 
     @property

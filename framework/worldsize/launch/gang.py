@@ -62,9 +62,10 @@ class Gang(Job):
         self._abort = Abort()
 
     def wait(self) -> Outcome:
-        """Wait until all processes exit; a first signal asks them to save and exit, a second kills them.
+        """Wait until all processes exit.
 
-        If the run folder is deleted, all processes are killed at once, since their results could not be saved.
+        A first signal asks the processes to save and exit, a second one kills them. If the run folder is deleted, they
+        are killed immediately, since their results could not be saved.
         """
         signals = Signals()
         sign = self._control_sign
@@ -102,7 +103,10 @@ class Gang(Job):
         return outcome
 
     def _ask_to_save(self, signals: Signals, control: Control | None) -> None:
-        """Ask all processes to save and exit; wait until they do, a second signal arrives, or the grace period ends."""
+        """Ask all processes to save and exit, and wait for them.
+
+        The wait also ends with a second signal or the grace period.
+        """
         grace = self._graces.save
         if signals.seen[0] == signal.SIGINT:
             grace = self._graces.interrupt
@@ -113,9 +117,10 @@ class Gang(Job):
     def _wait_for_exit(
         self, signals: Signals, control: Control | None, *, asked: int = 0, deadline: float | None = None
     ) -> None:
-        """Wait until all exit, ``deadline`` passes, more than ``asked`` signals arrive, or the run folder is deleted.
+        """Wait until all processes exit, or a reason to stop waiting occurs.
 
-        The first failure sets the deadline if it is None.
+        The reasons are that ``deadline`` passes, more than ``asked`` signals arrive, an abort is requested, or the run
+        folder is deleted. If ``deadline`` is None, it is set once the gang must end.
         """
         while awaited := self._members.map_sentinels():
             timeout = None if deadline is None else deadline - time.monotonic()

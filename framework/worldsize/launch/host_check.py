@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 def collect_host_facts(recipe: Recipe, place: Node) -> dict[str, Any]:
-    """Return this host's facts, including those that ``must_match`` or ``should_match`` on all hosts of a run."""
+    """Return this host's facts, including those that must or should be equal on all hosts."""
     environment = capture_environment()
     return {
         "node": place.rank,
@@ -45,7 +45,7 @@ def collect_host_facts(recipe: Recipe, place: Node) -> dict[str, Any]:
 
 
 def lock_digest() -> str | None:
-    """Return the digest of uv.lock in the working directory, or else in worldsize's clone; None without one."""
+    """Return a digest of uv.lock, from the working directory or worldsize's clone; or None."""
     locks = (folder / "uv.lock" for folder in (Path.cwd(), get_bundle_folder()))
     return next((hashlib.sha256(lock.read_bytes()).hexdigest()[:12] for lock in locks if lock.exists()), None)
 
@@ -71,14 +71,20 @@ def _describe_data(recipe: Recipe) -> str:
 
 
 def data_digest(files: Mapping[str, Path]) -> str:
-    """Return a digest of names and sizes, or name a missing file; only the launching host hashes the contents."""
+    """Return a digest of file names and sizes, or name a missing file.
+
+    The contents are hashed only on the launching host.
+    """
     if missing := [name for name in sorted(files) if not files[name].exists()]:
         return f"without {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
     return _compute_digest(f"{name} {files[name].stat().st_size}" for name in sorted(files))
 
 
 def check_hosts(first: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, on_mismatch: str) -> None:
-    """Raise WorldsizeError (``on_mismatch="warn"``: warn) if a host's ``must_match`` facts differ from the first's."""
+    """Raise WorldsizeError if a host's ``must_match`` facts differ from the first host's.
+
+    With ``on_mismatch="warn"``, log a warning instead.
+    """
     differences = [
         f"{other['host']} (node {other['node']}) has {name} {its_value}, {first['host']} has {value}"
         for other in others

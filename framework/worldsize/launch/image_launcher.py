@@ -15,7 +15,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ImageLauncher(LaunchMethod):
-    """Base class of launchers that can start processes in a container; the image's digest is recorded."""
+    """Base class of launchers that can use a container image; its digest is recorded."""
 
     image: str | None = cluster_option(None)  # preferably with a digest: IMAGE@sha256:...
     image_digest: Annotated[str, OneOf("optional", "required")] = cluster_option("optional")  # required: reject tags

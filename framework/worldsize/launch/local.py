@@ -21,7 +21,7 @@ from worldsize.world.topology import missing_interfaces
 @final
 @dataclass(frozen=True)
 class Local(NodeLauncher, Launcher):
-    """Starts all processes with ``fork``, so that K workers need only one import of torch.
+    """Starts all processes with ``fork``, so that torch is imported only once.
 
     The launching process must not have threads or a CUDA context when it forks. Torch's elastic agent is not used: it
     polls every 0.1 s, waits 30 s for a gang that ignores SIGTERM, and reports the first failure that it notices, which

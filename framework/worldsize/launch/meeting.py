@@ -133,7 +133,9 @@ def _listening(node: Node, port: int) -> socket.socket:
 def reach_first_host(
     node: Node, port: int, key: RunKey, *, patience: float, silence: float, facts: Message
 ) -> AgentConnection:
-    """Connect this host to the first host; for the arguments see :func:`gather_agents`.
+    """Connect this host to the first host, and send it ``facts``.
+
+    For the other arguments see :func:`gather_agents`.
 
     Raises:
         WorldsizeError: the first host does not answer, or fails to authenticate as this run's first host.

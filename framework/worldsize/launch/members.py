@@ -101,7 +101,7 @@ class Member:
             return self._full_disk()
 
     def _full_disk(self) -> ProcessError | None:
-        """Return a "disk full" error if the process failed, and the disk lacks space for an error file."""
+        """Return a "disk full" error if the process failed and could not write an error file."""
         with suppress(OSError):
             if self.process.exitcode == 1 and shutil.disk_usage(self.error.parent).free < _FULL_BYTES:
                 text = f"the disk with {self.error.parent.parent} is full. Free disk space, then resume the run."
@@ -195,11 +195,14 @@ class Members:
         return alive
 
     def _is_deciding(self, member: Member) -> bool:
-        """Return whether the run needs the process; False only in the last role, if it has individual restarts."""
+        """Return whether the run needs the process: any but a last role with individual restarts."""
         return member.role != list(self.roles)[-1] or self.roles[member.role].restart != "individual"
 
     def _heal_process(self, member: Member, *, is_ending: bool) -> None:
-        """Restart or drop a failed process, unless a different process already failed at the same step."""
+        """Restart or drop a failed process.
+
+        Instead, the gang fails if the process wrote an error, and a lost process wrote one at the same step.
+        """
         ending = member.read_ending()  # before its replacement overwrites its files
         errors = [lost.beat for lost in map(Member.read_ending, self.lost) if lost.has_failed_itself]
         if is_ending:  # the other processes have completed all steps or saved
@@ -247,7 +250,10 @@ class Members:
 
 
 def _count_grouped(nodes: Sequence[int], together: int) -> int:
-    """Return the number of processes in complete groups of ``together`` on one node; ``nodes``: node per process."""
+    """Return the number of processes in complete groups of ``together`` on one node.
+
+    ``nodes``: the node of each process.
+    """
     return sum(count // together * together for count in Counter(nodes).values())
 
 
@@ -256,7 +262,7 @@ def _get_step(beat: Beat | None) -> int | None:
 
 
 def _count_starts(lost: Sequence[Member], role: str, rank: int) -> int:
-    """Return the number of previous starts of the process with this role and rank, all of which failed."""
+    """Return how often the process with this role and rank has been lost."""
     return sum((each.role, each.rank) == (role, rank) for each in lost)
 
 

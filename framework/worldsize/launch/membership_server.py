@@ -56,7 +56,7 @@ class MembershipServer:
         return [{**each, "hosts": [*map(others.find_host_name, each["members"])]} for each in self._roster.records]
 
     def collect_pipes(self) -> tuple[Sequence[Pipe], float | None]:
-        """Kill hung members; return the pipes to wait for, and the timeout in seconds (None: no timeout)."""
+        """Kill hung members; return the pipes to wait for, and the timeout in seconds or None."""
         seconds = self._roster.seconds_left
         for rank in self._roster.find_late_members():
             member = self._find_member(rank)
@@ -90,7 +90,11 @@ class MembershipServer:
             self._roster.has_ended(self._compute_rank(member))
 
     def make_room(self, count: int, training: Sequence[Member]) -> None:
-        """Set the roster's target to ``count`` more than ``training``; raise ConfigError if logical ranks run out."""
+        """Set the roster's target to ``count`` more processes than ``training``.
+
+        Raises:
+            ConfigError: there are not enough logical ranks.
+        """
         wanted = len(training)
         if wanted + count > self._most:
             ranks, free = self._parts, self._most - wanted
@@ -106,7 +110,7 @@ class MembershipServer:
         self._roster.asked[self._compute_rank(member)] = asked
 
     def training(self, alive: Sequence[Member]) -> list[Member]:
-        """Return the processes in ``alive`` that train or will join, without spares and leaving processes."""
+        """Return the ``alive`` processes that train or will join, without spares and leaving ones."""
         here = [each for each in alive if each not in self._members.leaving]
         members = [each for each in here if self._compute_rank(each) in self._roster.members]
         coming = [each for each in here if each not in members]

@@ -58,7 +58,10 @@ class NodeLauncher(LaunchMethod):
         return False
 
     def is_current(self) -> bool:
-        """Return whether this start of the job still owns the run; called on the first host if another is lost."""
+        """Return whether this start of the job still owns the run.
+
+        The first host calls this when another host is lost.
+        """
         return True
 
     def start_node(self, plan: Plan, node: Node, rendezvous: NodeRendezvous, others: RemoteHosts | None = None) -> Gang:
@@ -102,7 +105,7 @@ class NodeLauncher(LaunchMethod):
 
 @dataclass(frozen=True)
 class NodeRendezvous:
-    """The folder and the store through which a node's processes connect to the run's other processes."""
+    """The folder and store through which a node's processes reach the run's other processes."""
 
     folder: Path  # private folder for this node's heartbeats and sockets; removed after the attempt
     local_size: int

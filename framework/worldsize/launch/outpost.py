@@ -22,7 +22,7 @@ _LONGEST = 100_000  # maximum characters of a reported error
 
 @final
 class Outpost:
-    """Starts and signals processes on request of the first host, and forwards their messages and exits.
+    """Runs processes on orders of the first host, and forwards their messages and exits.
 
     Args:
         start: Starts a process, given its role, its rank in the role, and the number of previous starts.
@@ -44,7 +44,7 @@ class Outpost:
         self.is_asked = False  # whether a signal has asked this host to save and exit
 
     def run(self) -> bool:
-        """Serve until the first host ends the attempt (True) or is lost (False); then kill all processes."""
+        """Serve until the attempt ends (True) or the first host is lost (False); then kill all."""
         asked = False
         with Signals() as signals:
             try:

@@ -158,7 +158,7 @@ def _collect_configuration(settings: Settings, plan: Plan, config: Mapping[str, 
 
 
 def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: Sequence[str]) -> None:
-    """Raise WorldsizeError if the resumed run would differ in keys not in ``ignore``."""
+    """Raise WorldsizeError if a key other than ``steps`` and those in ``ignore`` has changed."""
     manifest = record.manifest
     _check_known(ignore, manifest["config"], settings.config)
     changed = find_changes(manifest["config"], clean.scrub_tree(settings.config))
@@ -206,7 +206,7 @@ def _other_weights(path: object) -> str:
 
 
 def _describe_code(run: RunConfig, clean: Scrubber) -> dict[str, Any]:
-    """Describe the project's commit and patch; ``framework`` is worldsize's commit, if in a separate clone."""
+    """Describe the project's code; ``framework`` is worldsize's commit in a separate clone."""
     code = capture_code(Path.cwd(), exclude=run.root.resolve(), include=run.include)
     patch = clean.scrub_text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
     scrubbed = patch != code.patch
@@ -242,7 +242,7 @@ def _record_lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
 
 
 def _describe_image(launcher: LaunchMethod) -> dict[str, Any] | None:
-    """Describe the container image of the run's processes; local processes use this process's image."""
+    """Describe the run's container image; local processes run in this process's image."""
     name = launcher.image
     if name is None and isinstance(launcher, Launcher):
         name = read_image_name(os.environ)

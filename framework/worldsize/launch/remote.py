@@ -223,7 +223,7 @@ class RemoteHosts:
         folder: Private folder of the gang.
         patience: Seconds of silence after which a host is lost.
         door: Admits returning hosts; None if hosts cannot return.
-        losses: Decides whether this host may continue without a lost one; otherwise it kills itself.
+        losses: Decides whether this host may continue without a lost one; if not, this process kills itself.
     """
 
     def __init__(
@@ -246,11 +246,11 @@ class RemoteHosts:
 
     @property
     def returns(self) -> Sequence[Any]:
-        """File that becomes readable when a host returns, see :meth:`admit_host`; empty if hosts cannot return."""
+        """File that becomes readable when a host returns; empty if hosts cannot return."""
         return [self._door.arrivals.arrival] if self._door else []
 
     def admit_host(self, present: Set[int]) -> Sequence[int]:
-        """Include a returned host if all its former processes are gone; otherwise, queue it to retry later.
+        """Include a returned host if its former processes are gone; otherwise queue it again.
 
         ``present`` has the global ranks of the gang's processes. Returns the ranks to start on the returned host.
         """

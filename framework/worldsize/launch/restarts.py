@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 def is_discarded(outcome: Outcome, run: RunDirectory, attempts: int) -> bool:
-    """Return whether a new run's first attempt was refused before any save, so that its folder can be deleted."""
+    """Return whether a new run was refused in its first attempt, without having saved."""
     return outcome.is_refused and attempts == 1 and not complete(run.checkpoints)
 
 
@@ -40,7 +40,8 @@ def run_attempts(
     """Run ``steps`` steps, with up to ``launcher.max_restarts`` restarts; return the outcome.
 
     Two consecutive failures at the same step end the run, since a third attempt would fail there, too. A refusal of the
-    configuration also ends the run. ``is_new``: whether the caller discards the folder of a refused run.
+    configuration and a process with wrong bits also end it. ``is_new``: whether the caller discards the folder of a
+    refused run.
     """
     try:
         outcome = _run_attempts(launcher, strategy, plan, record, steps)

@@ -33,7 +33,7 @@ class Scheduler:
     _state: str | None = None
 
     def state(self, job: str) -> str | None:
-        """Return the job's state, None if the job is over, or :data:`SILENT` if the scheduler does not answer."""
+        """Return the job's state, None if it is over, or :data:`SILENT` without an answer."""
         if time.monotonic() - self._queried_at >= _INTERVAL:
             self._state = self._query_state(job)
             self._queried_at = time.monotonic()

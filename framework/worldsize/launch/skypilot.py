@@ -41,7 +41,7 @@ _REMEDIES = {
 class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
     """Launches a managed job, one agent per node, with its run in ``checkpoint_bucket``.
 
-    If this is a path instead of a bucket, all nodes must share the folder. ``image`` sets SkyPilot's ``image_id``.
+    If ``checkpoint_bucket`` is a path, all nodes must share that folder. ``image`` sets SkyPilot's ``image_id``.
     """
 
     accelerators: str | None = cluster_option(None)  # per node, e.g. A100:4

@@ -210,7 +210,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
 
 
 def _check_gpus(launcher: Slurm, cluster: Cluster) -> None:
-    """Raise ConfigError if GPUs are requested twice, for a run on CPUs, or by type without a number."""
+    """Raise ConfigError for GPUs requested twice, for a CPU run, or by type without a number."""
     others = [
         name
         for name, value in launcher.options.items()

@@ -42,7 +42,10 @@ class Lineup:
     lost: str | None = None
 
     def replace_first(self, answering: set[str]) -> Lineup:
-        """Return the lineup with ``answering`` hosts first, then absent ones; the lost host is last in its group."""
+        """Return the lineup with the ``answering`` hosts first, then the absent ones.
+
+        The lost first host is the last host of its group.
+        """
         first, *others = self.hosts
         there = [host for host in (*others, first) if host in answering]
         absent = [host for host in (*others, first) if host not in answering]
@@ -84,7 +87,7 @@ class SshAgent:
             self.last = line.strip() or self.last
 
     def wait_for_exit(self, deadline: float) -> int:
-        """Wait for the agent to exit, or kill it at ``deadline`` (monotonic seconds); return its exit code."""
+        """Return the agent's exit code; kill it if it runs at ``deadline`` (monotonic seconds)."""
         try:
             code = self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -104,7 +104,7 @@ def _check_all(check: Callable[[DictConfig], object], arguments: Sequence[str]) 
 
 @contextmanager
 def _idle_children_ended() -> Iterator[None]:
-    """On exit, kill idle processes that Hydra's launcher keeps for further runs, and that block SIGTERM."""
+    """On exit, kill the idle processes of Hydra's launcher, which block SIGTERM."""
     before = set(multiprocessing.active_children())
     try:
         yield
@@ -117,9 +117,10 @@ def _idle_children_ended() -> Iterator[None]:
 
 @final
 class _Sweep:
-    """Runs the configurations of a sweep with ``task``; with ``side_by_side``, in several concurrent processes.
+    """Runs the configurations of a sweep with ``task``.
 
-    ``typed`` are the command's arguments; the sweep varies a run's other overrides.
+    With ``side_by_side``, several processes run them concurrently. ``typed`` are the command's arguments; the sweep
+    varies a run's other overrides.
     """
 
     def __init__(
@@ -271,7 +272,7 @@ def ends_sweep(code: int) -> bool:
 
 
 def show_ends(console: Console, ends: Sequence[RunEnd]) -> None:
-    """Show a table of the runs with the best marked, the reasons for failures, and the report command."""
+    """Show a table of the runs, the reasons for failures, and the report command."""
     completed = [end for end in ends if not end.exit_code]
     lines = [
         f"sweep    {len(completed)} of {len(ends)} runs completed",
@@ -341,7 +342,8 @@ def read_run_end(run: RunDirectory, code: int, *, number: int) -> RunEnd:
 class SideBySide:
     """Forwards signals from the launching process to processes registered in ``folder``.
 
-    These have their own process groups; otherwise Ctrl-C would send a second signal, which ends a run at once. The
+    The processes have their own process groups; otherwise Ctrl-C would send them a second signal, and a second signal
+    ends a run without a save. The
     launching process does not act on signals itself, since joblib would kill the others before they have saved.
     """
 

@@ -16,7 +16,10 @@ from worldsize.world.environments import derive_port
 @final
 @dataclass(frozen=True)
 class Torchrun(BatchLauncher):
-    """Prints one command per node, which starts torchrun, or an agent if the run has servers or ``agents`` is set."""
+    """Prints one command per node, which starts torchrun or an agent.
+
+    It starts an agent if the run has servers or ``agents`` is set.
+    """
 
     gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)  # one process per GPU
     first: str = cluster_option("FIRST_HOST")  # address of the first node
