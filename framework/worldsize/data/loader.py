@@ -154,10 +154,10 @@ def evaluation_batches(
 ) -> Iterator[EvaluationBatch]:
     """Yield this rank's share of the evaluation batches, which are the same at every world size.
 
-    Batch b goes to rank b mod size. All ranks yield the same number of batches: a rank that is one batch short repeats
-    its last batch, or the first batch of the set if it has none, with ``counted=False``. With ``drawn``, the evaluation
-    consists of that many batches of samples drawn with replacement, instead of the full set. Drawn samples and the
-    random numbers for their evaluation depend only on ``seed`` and the batch index.
+    Batches are dealt to the ranks in turn. All ranks yield the same number of batches: a rank that is one batch short
+    repeats its last batch, or the first batch of the set if it has none, with ``counted=False``. With ``drawn``, the
+    evaluation consists of that many batches of samples drawn with replacement, instead of the full set. Drawn samples
+    and the random numbers for their evaluation depend only on ``seed`` and the batch index.
 
     Unreadable samples are omitted if the source skips them. A batch with only unreadable samples contains readable
     ones instead, with ``counted=False``.

@@ -286,12 +286,12 @@ class LookedUpLengths:
     """Sample lengths that are looked up on demand.
 
     Args:
-        look_up: maps sample indices, int64 [n], to their lengths, [n] of any integer type.
+        look_up: maps sample indices, int64 [samples], to their lengths, of any integer type.
     """
 
     def __init__(self, look_up: Callable[[NDArray[numpy.int64]], NDArray[Any]]) -> None:
         self._look_up = look_up
 
     def __getitem__(self, indices: Tensor) -> Tensor:
-        """Return the lengths, int64 [n], of the samples ``indices``, int64 [n]."""
+        """Return the lengths of the samples ``indices``; both are int64 [samples]."""
         return torch.from_numpy(self._look_up(indices.numpy()).astype(numpy.int64))

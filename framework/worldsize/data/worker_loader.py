@@ -197,9 +197,10 @@ class AutoWorkers:
     """Adaptive number of worker processes: 0, 1, 2, 4 and so on, while steps become faster.
 
     More workers are tried if steps wait for data for more than 5 % of their time. If that does not shorten steps by at
-    least a quarter of the wait, the previous number is restored and kept. A positive number is also kept once steps
-    wait for less than 5 %. Decisions use the mean wait, since several workers deliver in bursts, and the median of the
-    remaining step time, since that can include evaluations and checkpoints.
+    least a quarter of the wait, the previous number is restored and kept. If one worker is only about as fast as none,
+    two are tried first. A positive number is also kept once steps wait for less than 5 %. Decisions use the mean wait,
+    since several workers deliver in bursts, and the median of the remaining step time, since that can include
+    evaluations and checkpoints.
 
     Each process decides on its own, without communication, since cores, disks and logical ranks can differ. If
     processes wait for each other, similar ones decide alike at the same steps, since windows are measured in steps.

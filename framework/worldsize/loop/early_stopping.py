@@ -24,7 +24,7 @@ class EarlyStopping:
         metric: The metric that must improve; null in the configuration disables early stopping.
         direction: Whether smaller (min) or larger (max) values are better.
         patience: Number of evaluations without improvement before the run ends.
-        min_delta: Smallest difference that counts as an improvement.
+        min_delta: Difference that an improvement must exceed.
     """
 
     metric: Annotated[str, Key(default=None)]

@@ -55,7 +55,7 @@ class LoopConfig:
         return step % self.log_every == 0 or step in (1, self.steps)
 
     def may_log(self, step: int) -> bool:
-        """Return whether ``step`` may be logged: either it is due, or its evaluation may end the run."""
+        """Return whether ``step`` may be logged: it is due, or its evaluation may end the run."""
         return self.logs(step) or self.evaluates(step)
 
     def evaluates(self, step: int) -> bool:
@@ -65,7 +65,8 @@ class LoopConfig:
     def saves_first(self, step: int) -> bool:
         """Return whether ``step`` is saved before it is evaluated.
 
-        Only the last step is: its evaluation is often the first, and an error in it must not lose the trained model.
+        Only the last step is, and only without ``keeps_best``. Its evaluation is often the run's first, and an error in
+        it must not lose the trained model.
         """
         return step == self.steps and self.saves(step) and not self.keeps_best
 
@@ -149,7 +150,8 @@ def fit(
         timer: measures the time breakdown of steps; must be open.
 
     Raises:
-        NonfiniteLossError: on every rank, at the first logged step after the loss became NaN or infinite.
+        NonfiniteLossError: with ``stop_on_nonfinite``, on every rank, at the first logged step after the loss became
+        NaN or infinite.
     """
     window = LogWindow(
         world,
@@ -219,14 +221,14 @@ class _Loop:
         return TrainingProgress(config.steps, self._skipped)
 
     def _stop_after(self, step: int, *, saved: int) -> TrainingProgress:
-        """Save ``step`` unless it is ``saved``, since the run stops while waiting for data."""
+        """End the run after ``step``; save it if ``saved``, the last saved step, is older."""
         self._emit_logged(examine=False)
         if saved < step:
             self._save_checkpoint(step, evaluated=True)
         return TrainingProgress(step, self._skipped)
 
     def _end_early(self, step: int, reason: str) -> TrainingProgress:
-        """Log and save ``step`` as the last step of the run."""
+        """Log ``step`` as the last step of the run, and save it if a save is due."""
         config = self._config
         if not config.logs(step):
             self._tell_later(self._close_window(step))
@@ -292,7 +294,7 @@ class _Loop:
     def _emit_logged(self, *, examine: bool = True) -> None:
         """Emit the event of the last logged step unless already done.
 
-        If more steps follow, all ranks examine the event.
+        With ``examine``, all ranks examine the event if more steps follow.
         """
         if self._logged is None:
             return

@@ -22,8 +22,8 @@ _logger = logging.getLogger(__name__)
 class TrainingMetrics:
     """Accumulates metrics per logical rank, so that the sums are the same at any world size.
 
-    Restored sums are dropped, with a warning, if the metrics of the first added step have different names. If names may
-    differ from step to step, restored sums are kept, and new names are added to them.
+    All restored sums are dropped, with a warning, if the metrics of the first added step have different names. If names
+    may differ from step to step, restored sums are kept, and new names are added to them.
 
     Attributes:
         sums: Sums and counts since the last logged step, by name: float64 (local micro-batches, 2).
@@ -57,7 +57,7 @@ class TrainingMetrics:
         self.sums = {**self.sums, **added}
 
     def _drop_renamed(self) -> None:
-        """Drop all restored sums if the recipe's metric names have changed since they were saved."""
+        """Drop all restored sums if their names differ: the recipe has changed since the save."""
         if self.sums and sorted(self.sums) != self._names:
             _logger.warning(
                 "the metrics of the recipe's loss have changed since the checkpoint was saved, from [%s] to [%s]. "
@@ -112,7 +112,7 @@ def _check_same_names(names: list[str], world: World) -> None:
 def compute_means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
     """Divide the sums of all ranks by their counts.
 
-    Each row of ``sums_pn`` (ranks, n) comes from ``take_sums`` on one rank.
+    Each row of ``sums_pn`` is the result of :meth:`TrainingMetrics.take_sums` on one rank.
     """
     if not names:
         return {}

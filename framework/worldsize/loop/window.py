@@ -132,7 +132,7 @@ class LoggedStep:
     """Seconds that this rank waited for data during the window."""
     facts: Mapping[str, Any]
     gathered: Callable[[], Tensor]
-    """Waits for the other ranks and returns float64 (ranks, n).
+    """Waits for the other ranks and returns a float64 matrix with one row per rank.
 
     A row contains the time breakdowns of the measured steps, the mean step time without and with the wait for data, the
     result of :func:`_first_nonfinite`, the losses of the last step, and the sums and counts of each metric for the
@@ -199,7 +199,7 @@ def _first_nonfinite(losses_sb: Tensor) -> Tensor:
 
 
 def _compute_logged_loss(nonfinite_p2: Sequence[tuple[float, float]], losses: Sequence[float]) -> float:
-    """Return the first NaN or infinite mean loss in the window.
+    """Return the first NaN or infinite loss in the window.
 
     If all are finite, return the last step's loss.
 

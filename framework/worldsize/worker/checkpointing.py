@@ -65,12 +65,15 @@ class Checkpointing:
             self._saver.save(state, step=step, facts=facts, streams=streams)
 
     def resume(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Continue after ``step``, with the save interval from its checkpoint's ``facts`` if they contain one."""
+        """Continue after ``step``, with the save interval in ``facts`` if they contain one."""
         if self._interval:
             self._interval.resume(step, facts.get("save_interval") or {})
 
     def begin_step(self) -> None:
-        """Emit the event of the save in flight if it has ended; raise the same errors as :meth:`save`."""
+        """Record the start of a step, and emit the event of a save that has ended.
+
+        Raises the same errors as :meth:`save`.
+        """
         self._record_ended_saves(self._saver.collect_finished_save)
         if self._interval:
             self._interval.begin_step(in_flight=self._saver.is_writing)
@@ -92,15 +95,19 @@ class Checkpointing:
         self._saver.close()
 
     def collect_wishes(self, *, stop: bool = False) -> Wishes:
-        """Return this rank's requests: stop if requested or after a failed save, and save if a save is overdue."""
+        """Return this rank's requests to stop and to save.
+
+        It requests a stop if ``stop`` is set, or after a failed save if ``on_failure`` is "stop". It requests a save if
+        one is overdue.
+        """
         failed = self._on_failure == "stop" and bool(self._failures)
         return Wishes(stop or failed, save=self._interval is not None and self._interval.is_overdue())
 
     def check_stop(self) -> None:
         """Raise CheckpointError if stopping now, before the last step, counts as a failure.
 
-        It does if the run stops because of a failed save, or if no save of this attempt succeeded. With the exit
-        code for a restart, the run would otherwise restart endlessly while the disk is full.
+        It does if the run stops because of a failed save, or if all saves of this attempt have failed. Otherwise, the
+        exit code would request a restart, and the run would restart endlessly while the disk is full.
         """
         if self.collect_wishes().stop:
             first = self._failures[0]
@@ -112,7 +119,7 @@ class Checkpointing:
             )
 
     def check_end(self, step: int) -> None:
-        """Raise CheckpointError if the save of ``step``, the run's last step, failed and the trained model is lost."""
+        """Raise CheckpointError if the save of the run's last ``step`` failed: the model is lost."""
         if self._in_a_row and (last := self._failures[-1]).step == step != last.newest:
             raise CheckpointError(
                 f"training has finished, but its last checkpoint is missing: {_format_failure(last)} Run `worldsize "
@@ -146,7 +153,7 @@ def _format_failure(failure: CheckpointFailed) -> str:
 @final
 @dataclass
 class History:
-    """Listener that collects values for the run's result and checkpoints; ``file`` is the metrics file."""
+    """Collects values for the run's result and checkpoints; ``file`` is the metrics file."""
 
     file: Path
     started: float = field(default_factory=time.perf_counter)

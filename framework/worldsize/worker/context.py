@@ -1,4 +1,4 @@
-"""The environment of a training process: its context, resources, listeners, and limits on waits for data."""
+"""Environment of a training process: context, resources, listeners, limits on data waits."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class _RunCheckpoints(CheckpointSource):
 
 @final
 class _UnitTiming(StepTiming):
-    """Step timing that creates its file at the first measurement, so that processes without steps have none."""
+    """Step timing that does not create its file before the first measurement."""
 
     def __init__(self, run: RunDirectory, world: World, *, every: int | None) -> None:
         self._run, self._world, self._every = run, world, every
@@ -136,7 +136,9 @@ class _UnitTiming(StepTiming):
 
 @final
 class _RunData(DataSource):
-    """Loads data in this process; before the first data of a step, injects the step's faults and records its number.
+    """Loads data in this process.
+
+    Before it loads the first data of a step, it injects the step's faults and updates the heartbeat.
 
     A process that never loads data, such as a server, does not have a current step.
     """
@@ -182,7 +184,7 @@ class _RunData(DataSource):
 
 @final
 class ProcessResources:
-    """Datasets, heartbeat, saver and listeners of a process, which survive membership changes of the gang."""
+    """Datasets, heartbeat, saver and listeners of a process; they survive membership changes."""
 
     def __init__(
         self,
@@ -211,13 +213,13 @@ class ProcessResources:
         return EvaluationData(self.settings.recipe, self.settings.training, self.settings.evaluation.batches)
 
     def build_datasets(self, world: World) -> None:
-        """Build the datasets now, so that a gang does not have to wait while a new member builds its own."""
+        """Build the datasets now, so that a gang does not wait while a new member builds them."""
         seed_generators(derive_seed(self.settings.training.seed, "data"), world.device)  # the data may be shuffled
         assert self.train is not None
         self.evaluation.build_splits(self.settings.evaluation.splits)
 
     def get_saver(self, world: World, group: ProcessGroup | None) -> Saver:
-        """Return the checkpoint writer for the ranks of ``world``; ``group`` must be reserved for it."""
+        """Return the saver of checkpoints for ``world``; ``group`` must be reserved for it."""
         if self._saver is not None:
             self._saver = self._saver.regroup_ranks(world, group)
             return self._saver
@@ -233,7 +235,7 @@ class ProcessResources:
         return self._saver
 
     def get_heartbeat(self, first: int) -> Heartbeat | None:
-        """Return the heartbeat of this process, which started after step ``first``."""
+        """Return this process's heartbeat, from step ``first`` on; None if it has no file."""
         if self._beats is None and self._heartbeat is not None:
             self._beats = Heartbeat(self._heartbeat, first)
         return self._beats
@@ -250,9 +252,9 @@ class ProcessResources:
             listener(event)
 
     def tell_started(self, event: RunStarted, passing: Sequence[Listener]) -> None:
-        """Send RunStarted to new listeners, and to ``passing`` listeners, which last for one membership.
+        """Send RunStarted to new listeners, and to the ``passing`` ones of this membership.
 
-        The latter are not stored, since they refer to the membership's replica.
+        The ``passing`` listeners are not stored, since they refer to the membership's replica.
         """
         before, self._started = self._started, [*self.listeners]
         for listener in (*self.listeners, *passing):
@@ -266,7 +268,9 @@ _ENDING = 2.0  # seconds for a process to exit when it is not waiting for anythi
 def create_listeners(
     settings: Settings, run: RunDirectory, global_rank: int, preemption: Preemption, *, shows: bool = False
 ) -> list[Listener]:
-    """Create the listeners of a process: all training processes write timings, and the first logs global events.
+    """Create the listeners of a process.
+
+    All training processes write timings, and the first one also logs global events.
 
     If all processes serve, the run's first process leads and logs. In a healing gang the first member logs, which may
     not be the first process. ``shows``: the first process also shows the progress, as there is no launching process.
@@ -306,14 +310,17 @@ _STOP, _GO_ON = b"stop", b"go on"
 
 @final
 class StopVote:
-    """Vote among the ranks of ``world``, through their rendezvous store, to stop before the same step."""
+    """Vote among the ranks of ``world``, in their rendezvous store, to stop before a step."""
 
     def __init__(self, world: World) -> None:
         self._size, self._key = world.size, f"stop_vote/{world.role}"
         self._voted = -1  # last step at which this rank voted
 
     def vote_to_stop(self, step: int) -> bool:
-        """Vote to stop before ``step``; return whether all ranks did so in time, with the same result on all ranks."""
+        """Vote to stop before ``step``; return whether all ranks did so in time.
+
+        The result is the same on all ranks. A second vote on the same step returns False.
+        """
         if self._size == 1:
             return True
         if self._voted == step:
@@ -336,8 +343,11 @@ class StopVote:
 
 
 def create_patience(timeout: float, world: World, preemption: Preemption, *, heals: bool) -> Patience:
-    """Return the limits on waits for data. In a healing gang (``heals``), ranks do not vote to stop during a wait."""
-    vote = None if heals else StopVote(world)  # the stores of a healing gang lack compare_set, which a vote requires
+    """Return the limits on waits for data.
+
+    Healing gangs do not vote to stop, since their processes do not share a store.
+    """
+    vote = None if heals else StopVote(world)
 
     def should_stop(step: int) -> bool:
         return vote is not None and preemption.is_wanted() and vote.vote_to_stop(step)

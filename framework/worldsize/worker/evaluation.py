@@ -27,7 +27,7 @@ from worldsize.seeds import derive_seed, keep_generators, seed_generators
 
 @final
 class EvaluationData:
-    """Loads any shard of the evaluation data for any step; the data of a split are built on first use."""
+    """Loads any shard of the evaluation data for any step; builds a split on its first use."""
 
     def __init__(self, recipe: Recipe, training: TrainingConfig, batches: int | None) -> None:
         self._recipe, self._training, self._batches = recipe, training, batches
@@ -65,7 +65,7 @@ def try_evaluation(replica: Replica, data: EvaluationData, settings: Settings, p
     """Evaluate one batch of each split, so that evaluation errors show up before the first step.
 
     Generators, buffers and modes do not change. Streams are skipped, since their position would change. Nothing is
-    compiled, since that would depend on the shapes of evaluation batches.
+    compiled, since compiled code would depend on the shapes of evaluation batches.
 
     Raises:
         ConfigError: the evaluation lacks a metric that the run needs.
@@ -91,7 +91,10 @@ def try_evaluation(replica: Replica, data: EvaluationData, settings: Settings, p
 def evaluate_splits(
     replica: Replica, data: EvaluationData, splits: Sequence[str], *, step: int, part: World
 ) -> Mapping[str, float]:
-    """Evaluate ``replica``, and its average if any, on all ``splits``; return metrics keyed by :func:`metric_key`."""
+    """Evaluate ``replica``, and its average if any, on all ``splits``.
+
+    Returns the metrics by :func:`metric_key`; those of the average have the prefix ``ema/``.
+    """
 
     def evaluate_each_split() -> Mapping[str, float]:
         metrics: dict[str, float] = {}
@@ -104,7 +107,7 @@ def evaluate_splits(
 
 
 def advance_schedules(replica: Replica, training: TrainingConfig, metrics: Mapping[str, float], *, step: int) -> None:
-    """Advance schedules that depend on a metric, if ``metrics`` are from a regular evaluation after ``step``.
+    """Advance schedules that depend on a metric, if the evaluation after ``step`` is regular.
 
     The evaluation at the end of a run may not be regular, since a longer run would not have it.
     """
@@ -114,7 +117,7 @@ def advance_schedules(replica: Replica, training: TrainingConfig, metrics: Mappi
 
 
 def evaluate_alone(settings: Settings, run: RunDirectory, world: World, replica: Replica, path: Path) -> None:
-    """Load the checkpoint in ``path`` and evaluate it instead of training; the first rank writes the result."""
+    """Evaluate the checkpoint in ``path`` instead of training; one rank writes the result."""
     leads = settings.roles[world.role].serves
     part = replace(world, rank=0, size=1) if leads else settings.data_part(world)
     checkpoint = read_checkpoint(path)

@@ -1,4 +1,4 @@
-"""Detects hangs: after a long wait, all processes write their stacks and pending collectives."""
+"""Detects hangs: all processes then write their stacks and pending collectives."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ _SETTLES = 0.5  # seconds that torch may need to record the completion of a coll
 def hangs_watched(
     log: Path, asked: Path, *, attempt: int, timeout: float, counts: bool = False
 ) -> Iterator[Callable[[], None]]:
-    """Watch for hangs in this block; if the gang hangs, write this process's flight record next to its ``log``.
+    """Watch for hangs in this block; if the gang hangs, write this process's flight record.
 
-    The context yields a function to call when the process joins a different gang, to ignore earlier collectives.
+    The record is written next to ``log``. The context yields a function to call when the process joins a different
+    gang, to ignore earlier collectives.
 
     torch's flight recorder stores the last collectives (``TORCH_FR_BUFFER_SIZE``, set in world/). Its own dump is a
     pickle, so this module reads the JSON form.
@@ -45,7 +46,7 @@ def hangs_watched(
         asked: File that the first waiting process touches to alert the other processes of its attempt.
         attempt: Number of the attempt.
         timeout: Time limit of a collective, in seconds.
-        counts: Whether to write the numbers of its collectives next to its ``log`` at the end.
+        counts: Whether to write the numbers of this process's collectives next to ``log``, at the end or in a hang.
     """
     with suppress(OSError):  # the folder was deleted, or the disk is full
         keep_flight_file(log)
@@ -78,7 +79,7 @@ class _HangWatch(threading.Thread):
         self._since = time.time_ns()
 
     def write_counts(self, *, until: float = 0.0) -> None:
-        """Write the numbers of this process's collectives once, if requested and if it is in a group.
+        """Write the numbers of this process's collectives, once, if requested and in a group.
 
         ``until``: monotonic time until which to wait for torch's threads to record completed collectives.
         """
@@ -108,7 +109,7 @@ class _HangWatch(threading.Thread):
                     self._told, records = time.time_ns(), records + 1
 
     def _is_asked(self) -> bool:
-        """Return whether a new request arrived since the last call, ignoring further requests for the same hang."""
+        """Return whether a new request has arrived; ignore further requests for the same hang."""
         before, self._asked_before = self._asked_before, self._read_request_time()
         return self._asked_before != before and time.time_ns() - self._told > _SHARE / 2 * self._timeout * 1e9
 
@@ -124,7 +125,7 @@ class _HangWatch(threading.Thread):
         return (now - oldest) / 1e9 > _SHARE * self._timeout
 
     def _request_records(self) -> None:
-        """Request a record from all processes; if waiting for a message, log it, since the run may continue."""
+        """Request a record from all processes; log a wait for a message, which may still end."""
         self._asked.touch()
         if awaited := PEER_WAIT.get_open_wait():
             text = "still waiting for %s after %.3g s; see *.flight.json next to each process's log"
@@ -152,7 +153,7 @@ class _HangWatch(threading.Thread):
 
 
 def _collectives() -> list[Mapping[str, Any]]:
-    """Return the entries of the flight recorder, oldest first; empty if the process is not in a group."""
+    """Return the flight recorder's entries, oldest first; empty outside of a process group."""
     try:
         entries: list[Mapping[str, Any]] = _read_flight_recorder().get("entries", []) if dist.is_initialized() else []
     except ValueError:  # the group was destroyed in between, because the membership changed
@@ -161,7 +162,7 @@ def _collectives() -> list[Mapping[str, Any]]:
 
 
 def _count_collectives() -> dict[str, list[int]]:
-    """Return the numbers of collectives that this process has started and completed in each group.
+    """Return how many collectives this process has started and completed, by group.
 
     Torch's last completed collective is not used, since its threads may record completions out of order.
     """

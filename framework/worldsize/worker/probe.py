@@ -1,4 +1,4 @@
-"""Measures the bandwidth and latency of a cluster's devices and links, in processes that do not train."""
+"""Measures bandwidth and latency of a cluster's devices and links, without training."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ Turn = tuple[int, int] | None  # edge (source, target) that a member measures in
 
 @dataclass(frozen=True)
 class Edge:
-    """A measured link between two ranks: the time for ``size`` bytes, and the median time of an 8-byte message.
+    """A measured link between two ranks.
 
-    On tier "device", it is a copy of ``size`` / 2 bytes, counted both as read and as written.
+    ``seconds`` is the time for ``size`` bytes, and ``latency`` the median time of an 8-byte message. On tier "device",
+    the edge is a copy of ``size`` / 2 bytes, which count both as read and as written.
     """
 
     tier: str
@@ -75,7 +76,10 @@ def introduce(placement: Placement, cluster: Cluster, findings: Path) -> None:
 def measure_cluster(
     world: World, placement: Placement, cluster: Cluster, transport: Transport, findings: Path, *, pairs: bool
 ) -> int:
-    """Measure all links, together with the other processes; return the exit code. Rank 0 writes the result."""
+    """Measure all links, together with the other processes; return the exit code.
+
+    Rank 0 writes the result.
+    """
     who = {**_describe_process(placement), "device": _identity(world.device), "transport": transport, "joined": True}
     write_facts(findings, f"rank_{world.rank:05d}", who)
     own = [_measure_copy(world)]
@@ -93,9 +97,9 @@ def measure_cluster(
 
 
 def network_edges(world: World, per_node: int, distance: int) -> list[dict[str, Any]]:
-    """Measure the link from each node to the node ``distance`` after it; return the same edges on all ranks.
+    """Measure the link from each node to the node ``distance`` after it.
 
-    This takes one or two seconds, or longer if a link has less than 20 Mbit/s.
+    Returns the same edges on all ranks. This takes one or two seconds, or longer if a link has less than 20 Mbit/s.
     """
     node, place = divmod(world.rank, per_node)
     edges = plan_ring(world.size // per_node, node, distance)
@@ -112,12 +116,12 @@ def _describe_process(placement: Placement) -> dict[str, Any]:
 
 
 def _identity(device: torch.device) -> str | None:
-    """Return a device identifier independent of the index, to detect devices used twice; None if unknown."""
+    """Return a device's UUID, to detect devices that are used twice; None if unknown."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _measure_edges(world: World, tier: str, turns: Iterable[Turn], effort: Effort) -> list[Edge]:
-    """Measure this rank's edges while the other ranks, which have the same number of turns, measure theirs."""
+    """Measure this rank's edges; all ranks must have the same number of turns."""
     edges_measured = []
     for turn in turns:
         if world.size > 1:
@@ -130,11 +134,11 @@ def _measure_edges(world: World, tier: str, turns: Iterable[Turn], effort: Effor
 
 
 def schedule(sizes: Mapping[str, int], rank: int, *, pairs: bool) -> list[tuple[str, list[Turn]]]:
-    """Plan the turns on each tier: a ring over the ranks of each node, the nodes of each rack, and the racks.
+    """Plan the turns of ``rank`` on each tier.
 
-    All units of a tier measure concurrently. Above the node tier, all ranks of a node or rack send together, each to
-    the rank with the same local index. An uplink shared by several nodes is measured a second time, by the ranks of
-    only one node.
+    There is a ring over the ranks of each node, one over the nodes of each rack, and one over the racks. All units of a
+    tier measure concurrently. Above the node tier, all ranks of a node or rack send together, each to the rank with the
+    same local index. An uplink shared by several nodes is measured a second time, by the ranks of only one node.
 
     Args:
         sizes: Number of ranks per unit of each tier, innermost first; a unit of the last tier has all ranks.
@@ -156,12 +160,12 @@ def schedule(sizes: Mapping[str, int], rank: int, *, pairs: bool) -> list[tuple[
 
 
 def _list_uplink_tiers(tiers: Mapping[str, int]) -> list[str]:
-    """Return the tiers, above the innermost tier between nodes, whose links are shared by several nodes."""
+    """Return the tiers whose links several nodes share: all but the innermost between nodes."""
     return [*tiers, "network"][1:]
 
 
 def plan_ring(members: int, own: int, distance: int = 1) -> list[Turn]:
-    """Return the turns of member ``own`` in a ring where member i sends to member i + ``distance``."""
+    """Return the turns of ``own`` in a ring where members send to the one ``distance`` after."""
     common = math.gcd(members, distance)
     length = members // common  # the ring splits into ``common`` rings of this length
     if length < 2:
@@ -176,9 +180,10 @@ def plan_ring(members: int, own: int, distance: int = 1) -> list[Turn]:
 
 
 def tournament(members: int, own: int) -> list[Turn]:
-    """Return the turns of member ``own`` in a round-robin tournament; each pair sends in both directions.
+    """Return the turns of member ``own`` in a round-robin tournament.
 
-    Rounds follow the circle method, with disjoint pairs. With an odd number of members, one pauses in each round.
+    Each pair sends in both directions. Rounds follow the circle method, with disjoint pairs. With an odd number of
+    members, one pauses in each round.
     """
     even = members + members % 2
     turns: list[Turn] = []
@@ -237,7 +242,7 @@ def _measure_rings(world: World) -> dict[str, dict[str, float]]:
 
     There is a ring inside each node (tier "node"), and one over all ranks, with one edge out of each node ("network").
     With intermediate tiers, the rings of each tier replace the latter; they share the links of the nodes or racks that
-    they connect. The results are fields of Link, except for the latency.
+    they connect. The results are the fields of Link other than the latency.
     """
     everyone, inside = world.groups.get("all"), world.groups.get("node")
     if everyone is None:
@@ -259,9 +264,9 @@ def _measure_rings(world: World) -> dict[str, dict[str, float]]:
 
 
 def _measure_ring(world: World, ring: ProcessGroup, everyone: ProcessGroup) -> dict[str, float]:
-    """Measure the rounds of an all-gather: duration for small messages, and bandwidth for large ones.
+    """Measure the rounds of an all-gather: time of small messages, bandwidth of large ones.
 
-    Both are means, since a step also waits for slow rounds, and are taken from the slowest of the concurrent rings.
+    Both are means, since a step also waits for slow rounds. Of the concurrent rings, the slowest one counts.
     """
     rounds = ring.size() - 1
 

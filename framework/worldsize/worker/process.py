@@ -64,7 +64,7 @@ _OUT_OF_MEMORY = (
 
 
 def main() -> None:
-    """Run a process started by torchrun, srun or mpirun, or re-executed because CUDA does not work after a fork."""
+    """Run a process that torchrun, srun or mpirun started, or that re-executed for CUDA."""
     show_messages()
     run = RunDirectory(Path(sys.argv[1]).resolve())
     watched = "WORLDSIZE_ATTEMPT" in os.environ  # a launching process writes the record, and has set the placement
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def _open_inherited_channel(timeout: float) -> MembershipChannel | None:
-    """Return the channel to the healing gang that this process inherited when it was re-executed for CUDA, if any."""
+    """Return the channel to the healing gang that a re-execution for CUDA left open, or None."""
     if (descriptor := os.environ.pop(PIPE, None)) is None:
         return None
     os.set_inheritable(int(descriptor), False)
@@ -119,7 +119,7 @@ def _run_and_record(run: RunDirectory, place: Placement) -> int:
 
 
 def _show_end(run: RunDirectory, outcome: Outcome) -> None:
-    """Show the result of a training run, or where it stopped; examinations and evaluations have neither."""
+    """Show the metrics of a completed run, or the step at which it stopped and saved."""
     if outcome.exit_reason == "completed":
         if "metrics" in (result := read_result(run)):
             show_summary(Console(), result, run.path)
@@ -129,7 +129,7 @@ def _show_end(run: RunDirectory, outcome: Outcome) -> None:
 
 
 def _first_failure(run: RunDirectory, begun: int) -> Failure | None:
-    """Return the first error that a process recorded since ``begun``; errors about lost peers come last."""
+    """Return the first error recorded since ``begun``; errors about lost peers come last."""
     failures = list[tuple[bool, Failure]]()
     for file in (run.path / "logs").rglob("*.error.json"):
         with suppress(OSError, ValueError, KeyError):
@@ -172,7 +172,10 @@ def run_role(run: RunDirectory, placement: Placement, channel: MembershipChannel
 
 
 def _health_watched(settings: Settings, run: RunDirectory, placement: Placement) -> AbstractContextManager[object]:
-    """Monitor this node's health unless a launching process does; there is none under torchrun, srun or mpirun."""
+    """Monitor this node's health in this block, unless a launching process does.
+
+    There is no launching process under torchrun, srun and mpirun.
+    """
     limits, has_launcher = settings.observe.watched, placement.heartbeat is not None
     if limits is None or has_launcher or placement.local_rank:
         return nullcontext()
@@ -204,7 +207,7 @@ def _write_error(run: RunDirectory, path: Path, error: BaseException, clean: Scr
 
 
 def _is_from_storage(error: BaseException | None) -> bool:
-    """Return whether the root cause is a file or network error, which may not recur after a restart."""
+    """Return whether a file or network error is among the causes; it may not recur."""
     while error is not None:
         if isinstance(error, OSError):
             return True
@@ -243,7 +246,10 @@ def _run_in_world(resources: ProcessResources, placement: Placement, channel: Me
 
 
 def _beginning(settings: Settings, run: RunDirectory, world: World) -> tuple[LoopState, AbstractContextManager[None]]:
-    """Return the initial state, and a context for creating the replica that skips initializing weights to be loaded."""
+    """Return the initial state, and a context in which to create the replica.
+
+    The context skips the initialization of weights if all weights will be loaded.
+    """
     if settings.run.evaluates is not None:
         return LoopState(), state_follows()
     if settings.roles[world.role].serves:  # a server loads its own state
@@ -327,9 +333,10 @@ def _get_attempt(placement: Placement) -> int | None:
 def _audit_transport(
     settings: Settings, run: RunDirectory, world: World, placement: Placement, listeners: Sequence[Listener]
 ) -> None:
-    """Determine the gang's transport; rank 0 records it, and warns if it is slower than the declared one.
+    """Determine the gang's transport, and record it on rank 0.
 
-    A healing gang repeats this in each membership, because connections are new; the last result is recorded.
+    Rank 0 also warns if the transport is slower than the declared one. A healing gang repeats this in each membership,
+    because connections are new; the last result is recorded.
     """
     if world.size < 2 or settings.roles[world.role].serves:
         return
@@ -342,8 +349,11 @@ def _audit_transport(
                 listener(TransportFellBack(reason, transport.get("ranks", {}), transport["interface"]))
 
 
-def _create_replica(settings: Settings, run: RunDirectory, context: RunContext) -> Replica | None:
-    """Return the replica that this process trains; in a server, serve until the end and return None."""
+def _create_replica(settings: Settings, context: RunContext) -> Replica | None:
+    """Return the replica that this process trains.
+
+    A server serves until the run ends. It returns a replica only if it runs the training loop, otherwise None.
+    """
     serves = settings.roles[context.world.role].serves
     if serves:
         return settings.strategy.serve(settings.recipe, context)

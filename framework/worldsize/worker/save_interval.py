@@ -27,10 +27,11 @@ _CHANGED = 1.5  # minimum change of the interval, as a factor, for an event
 
 @final
 class SaveInterval:
-    """The save interval that minimizes the cost of saves and lost steps, usually at most ten minutes.
+    """The save interval that minimizes the cost of saves and lost steps.
 
     Every rank measures the cost of a save. Before each save, the ranks agree on the next interval, based on the largest
-    measurements of any rank. It exceeds ten minutes if saves would otherwise take more than 1 % of the time.
+    measurements of any rank. The interval only exceeds ten minutes if saves would otherwise take more than 1 % of the
+    time.
 
     Args:
         group: Group of the saving ranks, without other work in flight when :meth:`agree` is called; None: one process.
@@ -74,9 +75,9 @@ class SaveInterval:
         self._complete = (*self._newest, self.steps)
 
     def export_facts(self) -> dict[str, Any]:
-        """Return the facts for the next membership: the newest save, the interval and the costs so far.
+        """Return the newest save, the interval and the costs so far, for the next membership.
 
-        A save in flight does not count, since it may be lost with a member and then is due again.
+        A save in flight does not count: it may be lost with a member, and would then be due again.
         """
         newest, saved_at, steps = self._complete
         cost, step_seconds = self._costs.compute_mean_cost(), self._costs.step_seconds
@@ -84,7 +85,7 @@ class SaveInterval:
         return {"newest": newest, "steps": steps, **times}
 
     def facts(self) -> dict[str, Any]:
-        """Return the save interval, mean cost of a save and seconds per step, as facts; empty until all are known."""
+        """Return interval, mean save cost and seconds per step as facts; empty until all are known."""
         cost, step_seconds = self._costs.compute_mean_cost(), self._costs.step_seconds
         return (
             {"steps": self.steps, "save_seconds": cost, "step_seconds": step_seconds} if cost and step_seconds else {}
@@ -95,11 +96,14 @@ class SaveInterval:
         return step - self._newest[0] >= self.steps
 
     def is_overdue(self) -> bool:
-        """Return whether the next save is overdue on this rank; the run saves once it is overdue on all ranks."""
+        """Return whether the next save is overdue on this rank.
+
+        The run saves once the save is overdue on all ranks.
+        """
         return self._clock() - self._newest[1] >= longest_seconds(self._costs.compute_mean_cost())
 
     def begin_step(self, *, in_flight: bool) -> None:
-        """Record the duration of the previous step, and whether a save is in flight during the next one."""
+        """Record the previous step's duration, and whether a save is in flight during the next."""
         self._costs.begin_step(in_flight=in_flight)
 
     def exclude_step_time(self) -> AbstractContextManager[None]:
@@ -120,7 +124,7 @@ class SaveInterval:
             self._complete = (*self._newest, self.steps)
 
     def agree(self, step: int) -> None:
-        """Choose, together with all ranks, the number of steps from the save of ``step`` to the next save."""
+        """Choose, together with all ranks, the number of steps from ``step`` to the next save."""
         self._costs.end_interval()
         self.steps *= _GROWTH
         self._choose_interval(step)
@@ -157,14 +161,17 @@ def save_interval(cluster: Cluster, run: RunDirectory, group: ProcessGroup | Non
 
 
 def _is_failure(attempt: Attempt) -> bool:
-    """Return whether an attempt failed after its first step or was killed; a killed attempt's record lacks the time."""
+    """Return whether an attempt was killed, or failed after its first step.
+
+    The record of a killed attempt lacks the time of the first step.
+    """
     reason = attempt["exit_reason"]
     return reason == "killed" or (reason == "failed" and attempt["first_step_at"] is not None)
 
 
 @final
 class _SaveCosts:
-    """Measures the cost of saves: how long they delay training, and how much they slow down other steps."""
+    """Measures the cost of saves: their delay of training, and the slowdown of other steps."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

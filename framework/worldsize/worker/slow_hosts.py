@@ -44,7 +44,7 @@ class SlowHostWatch:
                 self._report_stragglers(step, self._stragglers.find_stragglers(step, splits))
 
     def measure_links(self, done: StepDone) -> None:
-        """Measure the links between hosts, together with all other ranks, if waits are unusually long."""
+        """Measure the links between hosts if waits are unusually long; all ranks must call this."""
         if self._links and self._links.is_due(done):
             edges = network_edges(self._world, self._links.per_node, self._links.distance)
             slow = self._links.find_slow_hosts(aggregate_links(edges, self._links.per_node)["network"])

@@ -1,4 +1,4 @@
-"""Training state other than the replica's: accumulated training metrics, and the recipe's own state."""
+"""Training state beside the replica's: sums of training metrics, and the recipe's state."""
 
 from __future__ import annotations
 
@@ -58,12 +58,15 @@ class StepMemory:
         self._shared: Mapping[int, bytes] | None = None  # this process's states in the last call of share_step()
 
     def metrics_of_all(self, sums: Mapping[str, Tensor]) -> Mapping[str, list[list[float]]]:
-        """Gather all processes' sums of training metrics (logical ranks, 2); every rank must call it."""
+        """Gather the sums of training metrics of all logical ranks; every rank must call it."""
         ranks, parts = self.order.logical_ranks, self._part.size
         return gather_by_logical_rank(sums, self.order.mine, self._world, logical_ranks=ranks, parts=parts)
 
     def own_metrics(self, by_rank: Mapping[str, list[list[float]]]) -> dict[str, Tensor]:
-        """Return this process's sums, float64 (logical ranks, 2), from the result of :meth:`metrics_of_all`."""
+        """Return this process's sums from ``by_rank``, the result of :meth:`metrics_of_all`.
+
+        Each sum is float64 (logical ranks, 2). The result is empty if the total number of logical ranks has changed.
+        """
         mine = list(self.order.mine)
         rows = {name: torch.tensor(pairs, dtype=torch.float64) for name, pairs in by_rank.items()}
         fits = all(len(pairs) == self.order.logical_ranks for pairs in rows.values())  # otherwise, sums restart at 0
@@ -81,7 +84,7 @@ class StepMemory:
         return SharedStep(self.metrics_of_all(sums), recipe)
 
     def check_shared(self) -> None:
-        """Raise ConfigError if the recipe's state has changed since :meth:`share_step`; the change could be lost."""
+        """Raise ConfigError if the recipe's state has changed since :meth:`share_step`."""
         if self._shared and self._encode_states() != self._shared:
             raise ConfigError(
                 f"with strategy.on_failure=heal, {self._kind} may change its state only in micro_batch_loss, not in "
@@ -90,9 +93,10 @@ class StepMemory:
             )
 
     def restore_or_share(self, first: TrainingProgress) -> TrainingProgress:
-        """Restore the shared values of the last step, or share them for the first time; every rank must call it.
+        """Restore the shared values of the last step, or share them for the first time.
 
-        Returns ``first`` with the sums of this process, float64 (logical ranks, 2) by name.
+        Every rank must call it. Returns ``first`` with this process's sums, float64 (logical ranks, 2) by name, or with
+        the values that it shared.
         """
         shared: SharedStep | None = first.shared
         if shared is None:
@@ -101,14 +105,15 @@ class StepMemory:
         return replace(first, metrics=self.own_metrics(shared.metrics))
 
     def collect_states(self) -> dict[str, Tensor]:
-        """Return the recipe's states for this process's logical ranks, uint8 (bytes,) each, for a checkpoint."""
+        """Return the recipe's states of this process's logical ranks, each as uint8 (bytes,)."""
         return {f"{RECIPE_STATES}/{rank}": _convert_to_tensor(state) for rank, state in self._encode_states().items()}
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Restore the recipe's state from a checkpoint, which may come from any number of processes.
 
         Raises:
-            ConfigError: the checkpoint has a different number of logical ranks, or lacks a required state.
+            ConfigError: the checkpoint has states for a different number of logical ranks, or ``exact`` requires a
+            state that the recipe does not save.
         """
         if self._world.rank == 0 or self._exact:
             check_resumes(self._recipe, checkpoint.step, exact=self._exact)
@@ -139,7 +144,10 @@ class StepMemory:
 
 
 def writes_states(strategy: Strategy, world: World) -> bool:
-    """Return whether this process is the first with its data-parallel rank, which writes the recipe's states."""
+    """Return whether this process writes the recipe's states.
+
+    The first process of each data-parallel rank does.
+    """
     part = strategy.data_rank(world)
     return all(strategy.data_rank(replace(world, rank=rank)) != part for rank in range(world.rank))
 

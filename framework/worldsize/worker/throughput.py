@@ -1,4 +1,7 @@
-"""Epochs, tokens, samples per update, and model FLOPs utilization (MFU): the achieved fraction of peak FLOPs."""
+"""Epochs, tokens, samples per update and model FLOPs utilization (MFU) of logged steps.
+
+MFU is the achieved fraction of peak FLOPs.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,12 @@ _META = torch.device("meta")
 
 
 def count_flops(recipe: Recipe, batch: MicroBatch) -> int:
-    """Return the FLOPs of the model's forward and backward passes over ``batch``; a multiply-add counts as two.
+    """Return the FLOPs of the model's forward and backward passes over ``batch``.
 
-    For a recipe with several updates, it is the total over the updates of the batch's step, each with the gradients
-    that its optimizer needs. The passes run eagerly on the meta device, so the run's weights, buffers and random
-    generators do not change. Recomputation by the strategy, such as activation checkpointing, does not count.
+    A multiply-add counts as two. For a recipe with several updates, the result is the total over the updates of the
+    batch's step, each with the gradients that its optimizer needs. The passes run eagerly on the meta device, so the
+    run's weights, buffers and random generators do not change. Recomputation by the strategy, such as activation
+    checkpointing, does not count.
     """
     batch = _move_to_meta(batch)
     with keep_generators(), torch.device("meta"), FlopCounterMode(display=False) as counter:
@@ -58,7 +62,7 @@ def _move_to_meta(batch: MicroBatch) -> MicroBatch:
 
 @final
 class Throughput:
-    """Adds the epoch, tokens, samples per update and, if the peak is known, the MFU to logged steps.
+    """Adds the epoch, tokens, samples per update and, if known, the MFU to logged steps.
 
     ``epoch_samples``: samples per epoch; None if the data are a stream.
     """
@@ -90,7 +94,7 @@ class Throughput:
             self._peak = None
 
     def add_throughput(self, event: Event) -> Event:
-        """Return ``event``; to a logged step, add throughput and samples per update, if known."""
+        """Return ``event``; add throughput and samples per update if it is a logged step."""
         if not isinstance(event, StepDone):
             return event
         rate, mfu, size = event.samples_per_second, None, self._tokens

@@ -263,9 +263,9 @@ class Training:
     def _load_data(
         self, first: int, checkpoint: Checkpoint | None
     ) -> tuple[Iterable[list[MicroBatch]], _StreamStates, _Examination]:
-        """Return the batches after step ``first``, and functions that return and examine a stream's state.
+        """Return the batches after step ``first``, a stream's states, and its examination.
 
-        For a leading process the batches are empty.
+        States and examination are functions. For a leading process, the batches are empty.
         """
         if self._leads:
             return repeat([]), _no_states, _skip_examination
@@ -308,7 +308,7 @@ class Training:
     def _watch_steps(
         self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None
     ) -> Iterator[Any]:
-        """Yield each step's data; before each step, send a heartbeat and check whether a save has ended."""
+        """Yield each step's data; before each step, run the checks and callbacks that are due."""
         for done, step in enumerate(batches, first):
             if heartbeat:
                 heartbeat.step(done)

@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 
 @final
 class UnevenStreams:
-    """Compares, at logged steps, how often each rank has read its shards, until the numbers differ once."""
+    """Compares how often each rank has read its shards, until the numbers differ once."""
 
     def __init__(self, stream: TrainingStream, world: World) -> None:
         self._stream, self._world, self._ended = stream, world, False
