@@ -1,7 +1,7 @@
 """Process groups of a healing gang: their stores, connections and release.
 
 :class:`Meetings` opens stores in a private folder or on the first host; waits in them end when the membership changes.
-:class:`Connections` cuts the connections of process groups, so that waits for a lost peer fail at once.
+:class:`Connections` cuts the connections of process groups, so that waits for a lost peer fail immediately.
 :class:`LeftGroups` frees groups late: freeing a gloo group waits for its collectives, and a collective that sends to a
 killed process ends only at the group's timeout.
 """

@@ -34,7 +34,7 @@ class LogState:
     evaluation: int = 0
 
     def is_new(self, event: Event) -> bool:
-        """Return whether an event has not been logged in an earlier membership."""
+        """Return whether an event is new: not a step or evaluation of an earlier membership."""
         match event:
             case StepDone(step=step):
                 return step > self.step

@@ -76,7 +76,8 @@ class LossPolicy:
 def is_left_behind(connection: AgentConnection, run: RunDirectory, patience: float) -> bool:
     """Return whether the first host continues without this one.
 
-    If the first host does not decide in time, this host decides that the first host is lost, and returns False.
+    If the first host does not decide in time, this host decides that the first host is lost. It then returns False, as
+    it does if the deciding file cannot be created.
 
     ``patience``: seconds of silence after which a host is lost.
     """
@@ -97,7 +98,7 @@ def is_left_behind(connection: AgentConnection, run: RunDirectory, patience: flo
 
 
 def is_over(run: RunDirectory) -> bool:
-    """Return whether the run has ended, according to its folder."""
+    """Return whether the run has ended, according to its folder; False if unreadable."""
     with suppress(WorldsizeError, OSError):  # inconclusive if the folder is unavailable
         return not is_locked(run.path) and read_run(run.path).exit_reason not in ("running", "killed")
     return False

@@ -153,7 +153,7 @@ class MembershipChannel:
 
     @property
     def has_ended(self) -> bool:
-        """Whether this process's membership has ended, so that it should stop at once."""
+        """Whether this process's membership has ended, so that it should stop immediately."""
         return self._has_ended.is_set()
 
     def begin_membership(self, number: int, cut: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Reuses a recorded run: checks its trust, enters its project folder, returns its options.
+"""Reuses a recorded run: decides on trust, enters its project folder, returns its options.
 
 A record is the user's own if it was signed with the user's key (:func:`worldsize.record.manifest.is_own`). A foreign
 record may name any code, so this code is not imported, installed or run before the user has seen it and agreed.

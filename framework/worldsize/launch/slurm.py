@@ -188,8 +188,8 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     def is_current(self) -> bool:
         """Return whether Slurm confirms within ``node_timeout`` seconds that this start still runs.
 
-        Other nodes requeue the job when they lose the first node, so a first node that cannot reach Slurm must not
-        continue.
+        Returns True outside of a Slurm job. Other nodes requeue the job when they lose the first node, so a first node
+        that cannot reach Slurm must not continue.
         """
         job, deadline = read_job(os.environ), time.monotonic() + self.node_timeout
         while job is not None:

@@ -46,7 +46,11 @@ class _Candidate:
         self._received = bytearray()
 
     def advance_handshake(self) -> Admitted | None:
-        """Process received bytes; return the agent once authenticated. Raises OSError for a refused or lost peer."""
+        """Process received bytes; return the agent once it is authenticated, before that None.
+
+        Raises:
+            OSError: the peer is refused or lost.
+        """
         with suppress(BlockingIOError):
             data = self.connection.recv(self._turn.receive - len(self._received))
             if not data:
@@ -66,7 +70,7 @@ class _Candidate:
 
 @final
 class Admission:
-    """Admits agents concurrently, so that a silent or unauthenticated peer does not delay others.
+    """Admits agents concurrently, so that a silent or unknown peer does not delay others.
 
     Pending connections are closed when the context exits.
 
@@ -173,12 +177,12 @@ class AgentConnection:
         return self._seal.name
 
     def send(self, **message: Any) -> None:
-        """Send one message; without arguments, a heartbeat. Raises OSError if the connection is lost."""
+        """Send a message; without arguments, a heartbeat. Raises OSError if disconnected."""
         with self._sending:
             self._connection.sendall(self._seal.seal_message(message))
 
     def receive(self) -> Message:
-        """Return the next message, skipping heartbeats. Raises OSError if the connection is lost or silent."""
+        """Return the next message, skipping heartbeats. Raises OSError if the peer is lost."""
         while True:
             deadline = time.monotonic() + self._patience
             head = receive_exactly(self._connection, LENGTH.size, deadline=deadline)
@@ -195,7 +199,10 @@ class AgentConnection:
 
 @final
 class HeartbeatSender:
-    """Context manager for a thread that sends a heartbeat over ``connections`` every ``patience`` / 4 seconds."""
+    """Context manager for a thread that sends heartbeats over ``connections``.
+
+    The interval is a quarter of ``patience``, in seconds.
+    """
 
     def __init__(self, connections: Sequence[AgentConnection], patience: float) -> None:
         self._connections, self._interval = connections, patience / 4
@@ -252,7 +259,9 @@ def receive_exactly(connection: socket.socket, count: int, *, deadline: float) -
 
 
 def receive_line(connection: socket.socket, *, at_most: int, deadline: float) -> bytes:
-    """Receive a line before ``deadline`` (monotonic seconds); bytes after the line may be received and dropped.
+    """Receive a line before ``deadline`` (monotonic seconds).
+
+    Bytes after the line may be received, and are dropped.
 
     Raises:
         OSError: the line did not arrive in time or is longer than ``at_most`` bytes, or the peer disconnected.

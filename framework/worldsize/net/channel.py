@@ -91,7 +91,9 @@ class Channel:
             self.wait_at_most(seconds)
 
     def accept_share(self, seconds: float) -> None:
-        """Accept the shared memory offered by the peer's :meth:`offer_share`; ``seconds`` is the timeout.
+        """Accept the shared memory that the peer offered with :meth:`offer_share`.
+
+        ``seconds`` is the timeout, see :meth:`wait_at_most`.
 
         Raises:
             LostError: The connection is lost.
@@ -104,7 +106,7 @@ class Channel:
         self.wait_at_most(seconds)
 
     def send(self, header: Header, payload: Sequence[memoryview] = ()) -> None:
-        """Send a frame; its payload is the concatenation of the buffers ``payload``. Raises LostError."""
+        """Send a frame; its payload is the concatenated buffers ``payload``. Raises LostError."""
         heads = memoryview(b"".join((*self._later, header.pack())))
         self._later.clear()
         parts = [part for part in payload if part.nbytes]

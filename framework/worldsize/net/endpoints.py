@@ -207,7 +207,7 @@ class ConnectionServer:
 
     A peer is refused if it is not a member of the run, claims a name that differs from its certificate, or makes its
     service raise RefusedError. The server logs the reason, sends it to the peer, closes the connection and continues.
-    At most 128 connections that have not joined are open at once; a new one closes the oldest.
+    At most 128 connections may be waiting to join; a new one closes the oldest.
 
     Args:
         listener: Listening socket from :func:`worldsize.net.endpoints.open_listener`.
@@ -263,7 +263,10 @@ class ConnectionServer:
         return is_gone or self.listener.fileno() < 0
 
     def _await_join(self, number: int, connection: socket.socket) -> None:
-        """Track a connection (by a duplicate descriptor) until it joins; above the limit, close the oldest one."""
+        """Track a connection until it joins; above the limit, close the oldest one.
+
+        ``connection`` is a duplicate with its own descriptor.
+        """
         with self._changing:
             self._joining[number] = connection
             surplus = list(self._joining)[:-_AT_ONCE]

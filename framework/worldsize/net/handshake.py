@@ -78,7 +78,11 @@ class MessageSeal:
         return sealed
 
     def bytes_after(self, head: bytes) -> int:
-        """Return the number of bytes that follow the length prefix ``head``. Raises NotOfThisRunError if too large."""
+        """Return the number of bytes that follow the length prefix ``head``.
+
+        Raises:
+            NotOfThisRunError: the message is too long.
+        """
         (length,) = LENGTH.unpack(head)
         if length > LONGEST:
             raise NotOfThisRunError(f"a message of {length} bytes is too long (maximum {LONGEST})")

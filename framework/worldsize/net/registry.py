@@ -1,7 +1,7 @@
 """Registry of a run's services: a shared folder, with an epoch per takeover.
 
-A service is anything that processes connect to, such as "shard 0" or "centre". Its server in epoch n is the process
-that created ``epoch_n.json``. Creation is exclusive, so an epoch cannot have two servers. Any process with write access
+A service is anything that processes connect to, such as "shard 0" or "centre". Its server in an epoch is the process
+that created the epoch's file. Creation is exclusive, so an epoch cannot have two servers. Any process with write access
 can become a server, so the folder must be private to the run. (With credentials, servers also prove their names.)
 
 :class:`Dialer` looks up a service, authenticates, joins, and retries during a takeover.
@@ -70,7 +70,7 @@ class Registry:
         return Registration(_parse_epoch(files[-1]), **json.loads(read_regular(files[-1], at_most=_LARGEST)))
 
     def acquire(self, service: str, epoch: int, address: str, name: str) -> bool:
-        """Try to become the server of ``service`` in ``epoch``; return False if another process already is."""
+        """Try to become the server of ``service`` in ``epoch``; return False if there is one."""
         folder = self._get_folder(service)
         for each in (self.folder, folder):  # without parents=True, so that a deleted run folder is not recreated
             each.mkdir(exist_ok=True)

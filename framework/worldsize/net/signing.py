@@ -25,7 +25,11 @@ def sign_authority(folder: Path, name: str) -> None:
 
 
 def sign_process(folder: Path, name: str, *, authority: str) -> None:
-    """Write a process's key and signed certificate. Raises ConfigError if the key of ``authority`` is unreadable."""
+    """Write a process's key and signed certificate.
+
+    Raises:
+        ConfigError: the key of ``authority`` is unreadable.
+    """
     authority_key = _read_key(folder / f"{authority}.key")
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())

@@ -75,7 +75,7 @@ def event_rows(path: Path) -> JsonRows:
 
 @final
 class EventLog:
-    """Listener that logs notable events and appends them to ``path``; ignores other events, such as steps."""
+    """Listener that logs notable events and appends them to ``path``; ignores other events."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -116,7 +116,7 @@ class Alert:
 
 
 def alert_for(event: Event) -> Alert | None:
-    """Return the alert that loggers send for an event, or None if the event does not need an alert.
+    """Return the alert that loggers send for an event; None if it does not need an alert.
 
     >>> print(alert_for(TransportFellBack("NCCL uses plain sockets.", {"socket": 2}, "eth0")).text)
     NCCL uses plain sockets.
@@ -147,7 +147,7 @@ def _format_event(event: Event) -> str:
 
 
 def describe_event(event: Mapping[str, Any]) -> str:
-    """Describe an event from ``events.jsonl`` in one line, even if its kind or fields are unknown."""
+    """Describe a row of ``events.jsonl`` in one line, even if its kind or fields are unknown."""
     if event.get("event") == NODE_ALERT:
         return describe_alert(event)
     if event.get("event") == OVERFLOW:

@@ -131,7 +131,7 @@ def _list_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def _is_from_attempt(log: Path, number: int | None, since: float) -> bool:
-    """Return whether ``log`` belongs to attempt ``number``, by its name or else its modification time."""
+    """Return whether ``log`` is of attempt ``number``, by its name or else modification time."""
     named = _ATTEMPT.search(log.name)
     return int(named[1]) == number if named and number is not None else _is_since(log, since)
 
@@ -157,7 +157,7 @@ def _format_process(log: NcclLog) -> str:
 
 
 def _warnings(text: str) -> Iterator[str]:
-    """Yield torch's warnings in a process's output, and NCCL's unless it logs to a separate file."""
+    """Yield torch's warnings in a process's output, and NCCL's unless it logs elsewhere."""
     for line in text.splitlines():
         if match := _TORCH.match(line):
             yield f"{match['place']} {match['text']}"
@@ -170,7 +170,10 @@ def _describe_gloo(transport: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _networks(logs: Sequence[NcclLog], written: int) -> Iterator[str]:
-    """Yield a summary of NCCL's ranks and networks; ``written``: number of log files, including unread ones."""
+    """Yield a summary of NCCL's ranks and networks.
+
+    ``written``: number of log files, including unread ones.
+    """
     size = max(log.size for log in logs)
     connected = {log.rank for log in logs if log.is_connected and log.rank is not None}
     versions = sorted({log.version for log in logs if log.version})
@@ -209,7 +212,10 @@ def _collectives(outputs: Sequence[Path]) -> Iterator[str]:
 
 
 def _summarize_warnings(warnings: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield each warning with its processes, most frequent first; merge those that differ only in numbers."""
+    """Yield each warning with its processes, most frequent first.
+
+    Warnings that differ only in numbers are merged.
+    """
     texts: dict[str, str] = {}
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for process, text in warnings:

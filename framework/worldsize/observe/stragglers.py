@@ -169,7 +169,10 @@ _SLOWER = 3.0  # factor by which a slow host has less bandwidth than the median
 
 
 def slow_link_search(world: World) -> SlowLinkSearch | None:
-    """Return a search for slow links if hosts can be compared and all processes train, else None."""
+    """Return a search for slow links, or None if it is impossible.
+
+    It requires at least three hosts, a process group per host, and that all processes train.
+    """
     node = world.groups.get("node")
     if node is None or world.size < dist.get_world_size() or world.size <= 2 * node.size():
         return None
@@ -205,7 +208,7 @@ class SlowLinkSearch:
         return 2 if self._suspected else 1
 
     def is_due(self, done: StepDone) -> bool:
-        """Return whether all ranks should measure links after ``done`` and call :meth:`find_slow_hosts`."""
+        """Return whether to measure links after ``done``; then call :meth:`find_slow_hosts`."""
         if done.exposed_seconds is None or not self._fills_a_window(done):
             return False
         self._recent.append(done)
@@ -236,7 +239,10 @@ class SlowLinkSearch:
         return is_full
 
     def find_slow_hosts(self, links: Mapping[tuple[int, int], Link]) -> list[Straggler]:
-        """Return the hosts that are slow in ``links`` and in the previous measurement, each by its first rank."""
+        """Return the hosts that are slow in ``links`` and in the previous measurement.
+
+        Each host is represented by its first rank.
+        """
         best = {
             node: max(link.bandwidth for ends, link in links.items() if node in ends)
             for node in sorted({node for ends in links for node in ends})

@@ -103,7 +103,10 @@ class SubprocessListeners:
 
 @final
 class _ListenerProcess:
-    """A listener's process and its pipe for events; ``before``: processes started earlier, whose pipes it closes."""
+    """A listener's process and its pipe for events.
+
+    ``before``: processes started earlier; the new process closes their pipes.
+    """
 
     def __init__(
         self,
@@ -152,7 +155,7 @@ class _ListenerProcess:
             os.close(self.sender)
 
     def has_ended(self, deadline: float) -> bool:
-        """Wait until ``deadline``, in monotonic seconds; then kill the process and return False."""
+        """Return whether the process ends by ``deadline`` (monotonic seconds); if not, kill it."""
         self._process.join(max(0.0, deadline - time.monotonic()))
         if not self._process.is_alive():
             return True
@@ -168,7 +171,7 @@ def _run_listener(
     lock: Path | None,
     alerts: Alerts,
 ) -> None:
-    """Create the listener in this forked process, and pass received events to it until the run ends."""
+    """Create the listener in this forked process, and pass events to it until the run ends."""
     for sender in senders:
         os.close(sender)  # otherwise the exit of the training process would go unnoticed
     os.nice(_NICENESS)  # inherited by its child processes

@@ -22,7 +22,7 @@ from worldsize.record.operations import OperationRecord
 
 
 def show_summary(console: Console, result: Mapping[str, Any], folder: Path) -> None:
-    """Show a completed run's metrics, remarks, size, speed, digest, upload command and folder, one per line.
+    """Show a completed run's results, upload command and folder, one per line.
 
     Lines are not wrapped on narrow consoles, so that the folder can be copied.
     """

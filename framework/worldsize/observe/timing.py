@@ -68,7 +68,7 @@ _PHASES = ("compute_seconds", "communication_seconds", "update_seconds")
 
 @final
 class UnitTimes:
-    """Step times of a process that computes units (parts of steps), in the format of :class:`Timing`.
+    """Step times of a process that computes units (parts of steps), as in :class:`Timing`.
 
     Every ``every`` steps, it writes the means since the last line. Time outside data loading, compute and updates
     counts as waiting for weights or tasks.
@@ -117,10 +117,11 @@ _MOST_ALLOCATIONS = 100_000  # maximum number of allocations, the latest ones, f
 def trace_steps(
     batches: Iterable[T], path: Path, *, first: int, span: tuple[int, int], device: torch.device
 ) -> Generator[T]:
-    """Yield ``batches`` after step ``first``; trace steps ``span[0]`` to ``span[1]`` to ``path``.
+    """Yield ``batches`` after step ``first``; write a trace of some steps to ``path``.
 
-    On a GPU, its allocations in these steps are written to a file with the suffix ``.memory.pickle``. On a CPU, the
-    trace includes each allocation as a "[memory]" event with its bytes and the new total.
+    ``span`` has the first and the last traced step. On a GPU, its allocations in these steps are written to a file with
+    the suffix ``.memory.pickle``. On a CPU, the trace includes each allocation as a "[memory]" event with its bytes and
+    the new total.
 
     The trace of a step lasts from the request for its data to the request for the next step's. Close the iterator to
     write a trace cut short by the end of the run.
@@ -158,7 +159,7 @@ def _record_trace(path: Path, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _allocations(path: Path) -> Iterator[None]:
-    """Record CUDA allocations in this context, and write a snapshot to ``path`` for pytorch.org/memory_viz."""
+    """Record CUDA allocations in this block; write them to ``path`` for pytorch.org/memory_viz."""
     torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
     try:
         yield

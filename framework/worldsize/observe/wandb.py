@@ -201,9 +201,9 @@ def _choose_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
 
 
 def format_upload_command(folder: Path) -> str | None:
-    """Return the shell command that uploads a run folder's offline wandb runs, one per attempt; None without any.
+    """Return the shell command that uploads a run folder's offline wandb runs.
 
-    The path is relative to the working directory if that is shorter.
+    Returns None if no offline run is left to upload. The path is relative to the working directory if that is shorter.
     """
     root = folder / "wandb"
     if all(any(path.glob("*.synced")) for path in root.glob("offline-run-*")):

@@ -101,7 +101,7 @@ class RankTimes:
         self._next = -math.inf  # time of the next read
 
     def read_times(self, ranks: int) -> Mapping[int, TimingRow]:
-        """Return each rank's times in the last logged step; empty for ranks that do not record times."""
+        """Return each rank's times in its last logged step; empty for ranks without times."""
         if self._clock() >= self._next:
             self._last = {rank: last_row(self._run.get_timing_file(rank)) for rank in range(ranks)}
             self._next = self._clock() + _PER_RANK * ranks

@@ -123,7 +123,7 @@ def _split_names(listed: bytes | None) -> list[str]:
 
 
 def _filter_names(root: Path, names: Sequence[str], include: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Split names into files for the patch and omitted files; warn about files that seem private."""
+    """Split names into files for the patch and omitted ones; warn about private-looking files."""
     fitting = [name for name in names if _can_include(root, name)]
     reasons = {name: why_private(root / name, name, include=include) for name in fitting}
     if private := [f"{printable(name)} ({reason})" for name, reason in reasons.items() if reason]:
@@ -172,7 +172,7 @@ def _try_git(folder: Path, *arguments: str, database: Path | None = None) -> byt
 def _require_git(
     root: Path, *arguments: str, index: Path | None = None, database: Path | None = None, stdin: bytes = b""
 ) -> bytes:
-    """Return git's output; raise WorldsizeError on failure, since no output would mean no changes."""
+    """Return git's output; raise WorldsizeError if it fails (empty output means no changes)."""
     done = _run_git(root, *arguments, index=index, database=database, stdin=stdin)
     if done.returncode != 0:
         reason = done.stderr.decode(errors="replace").strip()
@@ -228,7 +228,7 @@ def check_out_code(code: Mapping[str, Any], patch: bytes, folder: Path, candidat
 
 
 def _working_directory(folder: Path, name: str) -> Path:
-    """Return the folder ``name`` in the worktree; raise WorldsizeError if missing or a link to outside."""
+    """Return the folder ``name`` in the worktree; raise WorldsizeError unless it is inside."""
     directory = folder / name
     if not directory.is_dir() or not directory.resolve().is_relative_to(folder.resolve()):
         raise WorldsizeError(
@@ -243,7 +243,7 @@ def remove_worktree(folder: Path) -> None:
 
 
 def _check_code_record(code: Mapping[str, Any]) -> None:
-    """Check that values in an untrusted manifest cannot leave the worktree or act as options of git."""
+    """Check that an untrusted manifest cannot leave the worktree or pass options to git."""
     folder = PurePosixPath(code["folder"])
     if folder.is_absolute() or ".." in folder.parts:
         raise WorldsizeError(

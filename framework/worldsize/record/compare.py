@@ -111,7 +111,10 @@ def _extract_figures(row: Row) -> Iterator[tuple[str, Any]]:
 
 
 def _compare_tensors(first: Path, second: Path, then: Mapping[str, str], now: Mapping[str, str]) -> list[Divergence]:
-    """Compare model tensors at steps that both runs saved; without such steps, compare digests of the final weights."""
+    """Compare model tensors at steps that both runs saved.
+
+    Without such steps, compare the digests of the final weights.
+    """
     runs = [_find_checkpoints(first / "checkpoints"), _find_checkpoints(second / "checkpoints")]
     steps = sorted(runs[0].keys() & runs[1].keys())
     if not steps:
@@ -172,7 +175,7 @@ def tensor_ulps(one: Tensor, other: Tensor) -> int:
 
 
 def _map_tensor_to_int(tensor: Tensor) -> Tensor:
-    """Map floats (of any shape) to int64 values in the same order, like :func:`_map_float_to_int`."""
+    """Map floats of any shape to int64 in the same order, like :func:`_map_float_to_int`."""
     integers = _INTEGERS[tensor.dtype.itemsize]
     bits = tensor.contiguous().view(integers).long()
     return torch.where(bits >= 0, bits, -(bits & torch.iinfo(integers).max))

@@ -53,7 +53,7 @@ def find_engine(chosen: str, known: Sequence[str] = ENGINES) -> str:
 
 
 def engines_for(image: ContainerImage | None) -> Sequence[str]:
-    """Return the engines that can open ``image``; for None, engines that can both build and open images."""
+    """Return the engines that can open ``image``; for None, those that can also build images."""
     if image is None:
         return tuple(name for name in ENGINES if name in BUILDERS)
     return ("apptainer",) if is_image_file(image.name) else ENGINES
@@ -185,9 +185,10 @@ def build_image(engine: str, dockerfile: Path, tag: str, *, options: Sequence[st
 
 
 def _distinct(writes: Sequence[Path], reads: Sequence[Path]) -> dict[Path, str]:
-    """Map existing folders to "rw" or "ro", parents first; omit folders that another mount already covers.
+    """Map existing folders to "rw" or "ro", parents first; omit folders that are covered.
 
-    Engines mount in this order, and a mount hides the previous contents of its mount point.
+    A mount of a parent folder may already cover a folder. Engines mount in this order, and a mount hides the previous
+    contents of its mount point.
     """
     modes: dict[Path, str] = {}
     for mode, paths in (("rw", writes), ("ro", reads)):
@@ -289,7 +290,7 @@ class Dockerfile:
             )
 
     def _list_ignored(self) -> Iterator[str]:
-        """Yield ignore patterns for names that are never included, files ignored by git, and private files."""
+        """Yield patterns of names that are never included, ignored files, and private files."""
         yield from ("**/" + re.sub(r"\[.*?\]", "?", name) for name in PRIVATE_NAMES)  # engines do not support [-_]
         yield "!**/*.py"  # .py files are not private by name; the last matching pattern wins
         yield from (f"**/{name}" for name in _LEFT_OUT)

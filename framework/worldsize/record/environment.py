@@ -1,4 +1,7 @@
-"""Capture a run's software and hardware without initializing CUDA, since this process will fork."""
+"""Capture a run's software and hardware.
+
+CUDA is not initialized, since this process will fork.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 
 def capture_environment() -> dict[str, Any]:
-    """Return the versions of Python, platform, packages, torch and driver, and the CPU's vector instructions."""
+    """Return the versions of all software, and the CPU's vector instructions."""
     return {
         "python": platform.python_version(),
         "implementation": platform.python_implementation(),
@@ -46,7 +49,7 @@ def packages() -> dict[str, str]:
 
 
 def _list_installed() -> Mapping[str, tuple[str, metadata.Distribution]]:
-    """Return each package's version and distribution by normalized name, sorted; of duplicates, the first."""
+    """Return version and distribution by normalized name, sorted; of duplicates, the first."""
     return _scan_distributions(tuple(sys.path))
 
 

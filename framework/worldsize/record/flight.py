@@ -111,7 +111,7 @@ def _format_record(name: str, record: Mapping[str, Any]) -> list[str]:
 
 
 def _describe_activity(record: Mapping[str, Any]) -> str:
-    """Describe the collective or message that a process waits for, or its last collective, from its ``record``."""
+    """Describe the collective or message that a process awaits, or its last collective."""
     if waiting := _ensure_list(record.get("waiting")):
         return f"waits in {_describe_collective(waiting[0])}"
     if awaited := _get_awaited(record):
@@ -126,7 +126,7 @@ def _is_waiting(record: Mapping[str, Any]) -> bool:
 
 
 def _get_awaited(record: Mapping[str, Any]) -> str:
-    """Return the message that a process waits for outside of collectives, from its ``record``, or ""."""
+    """Return the message that a process awaits outside of collectives, or ""."""
     awaited = record.get("awaited")
     return printable(str(awaited.get("what"))) if isinstance(awaited, dict) else ""
 

@@ -47,7 +47,7 @@ def recipe_fingerprint(recipe: Recipe) -> dict[str, Any]:
 
 
 def check_data(original: Mapping[str, Any], present: Mapping[str, Any], *, remedy: str = "Restore the file") -> None:
-    """Raise WorldsizeError, naming the first file that differs, unless the fingerprints are equal."""
+    """Raise WorldsizeError, naming the first file that differs, if the fingerprints differ."""
     then, now = original["files"], present["files"]
     for name in sorted(then.keys() | now.keys()):
         if _get_content(then.get(name)) != _get_content(now.get(name)):
@@ -115,7 +115,7 @@ def list_plugin_files(folder: Path) -> Iterator[Path]:
 
 
 def compute_plugin_digest(folder: Path) -> str:
-    """Return a SHA-256 of names and contents of a plugin's recorded files (:func:`list_plugin_files`)."""
+    """Return a SHA-256 of the names and contents of a plugin's recorded files."""
     digest = hashlib.sha256()
     for file in list_plugin_files(folder):
         content = hashlib.sha256(read_regular(file, at_most=LARGEST)).hexdigest()

@@ -109,12 +109,12 @@ def last_line(path: Path, *, within: int) -> bytes:
 class JsonRows:
     """Iterable over the valid JSON objects in a file; other lines are skipped and counted.
 
-    In a file with more than ``at_most`` lines, only every k-th line, the last line and lines that contain ``keep`` are
-    parsed, so that time and memory stay bounded for long runs.
+    In a file with more than ``at_most`` lines, only one line in ``every``, the last line and lines that contain
+    ``keep`` are parsed, so that time and memory stay bounded for long runs.
 
     Attributes:
         damaged: number of invalid lines so far
-        every: k, set when iteration begins
+        every: interval between parsed lines, set when iteration begins
     """
 
     def __init__(

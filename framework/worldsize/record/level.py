@@ -129,13 +129,16 @@ def find_changes(
 
 
 def changes_but(changes: Sequence[tuple[str, Any, Any]], ignore: Sequence[str]) -> list[tuple[str, Any, Any]]:
-    """Drop changes at or below a key in ``ignore``, and their copies: other changes with the same values."""
+    """Drop changes at or below a key in ``ignore``, and all changes with the same values."""
     accepted = [(then, now) for key, then, now in changes if _is_below(key, ignore)]
     return [each for each in changes if not _is_below(each[0], ignore) and (each[1], each[2]) not in accepted]
 
 
 def drop_copies(changes: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
-    """Drop copies made by interpolation: changes with the same last name and values as a less nested key."""
+    """Drop copies made by interpolation.
+
+    A copy has the same last name and the same values as a change of a less nested key.
+    """
     kept: list[tuple[str, Any, Any]] = []
     for key, then, now in sorted(changes, key=lambda change: change[0].count(".")):
         of_one_name = (other for other in kept if other[0].rpartition(".")[2] == key.rpartition(".")[2])

@@ -65,7 +65,7 @@ def _digest_of_text(text: str) -> str:
 
 
 class _Fields(dict[str, Any]):
-    """A mapping in a manifest; access to a missing key raises WorldsizeError, since the record is damaged."""
+    """A mapping in a manifest; access to a missing key raises WorldsizeError."""
 
     def __missing__(self, key: str) -> NoReturn:
         raise WorldsizeError(

@@ -81,7 +81,7 @@ class TimingRow(TypedDict, total=False):
 
 @final
 class MetricsFile:
-    """Listener that appends each event to ``path`` and flushes it for readers.
+    """Listener that appends logged steps and evaluations to ``path``, and flushes each line.
 
     When a run starts, lines of an earlier attempt are removed for steps that will be repeated.
     """
@@ -138,7 +138,7 @@ def is_timing(row: Row) -> TypeGuard[TimingRow]:
 
 
 def metric_rows(path: Path, *, at_most: int | None = None) -> JsonRows:
-    """Read ``metrics.jsonl``; above ``at_most`` lines, all evaluations and every k-th line."""
+    """Read ``metrics.jsonl``; above ``at_most`` lines, all evaluations but not all steps."""
     return JsonRows(path, is_valid=is_metric, at_most=at_most, keep=_EVALUATION)
 
 
@@ -160,7 +160,7 @@ def rewind_metrics(path: Path, step: int, *, evaluated: bool = True) -> int:
 
 
 def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
-    """Drop metrics of steps after the run's newest checkpoint, since these steps will be repeated.
+    """Drop metrics of steps after the run's newest checkpoint; the steps will be repeated.
 
     Returns the number of logged steps up to the checkpoint that are missing from the file, although they should have
     been written before the checkpoint.
@@ -191,9 +191,10 @@ def _is_before(row: Mapping[str, Any], step: int, evaluated: bool) -> bool:
 
 
 def _ends_before(path: Path, step: int, evaluated: bool) -> bool:
-    """Return whether the last line belongs to ``step`` or an earlier step; lines are sorted by step.
+    """Return whether the last line belongs to ``step`` or an earlier step.
 
-    The launching process has already read all lines and dropped damaged ones at the start of the attempt.
+    An evaluation of ``step`` itself only counts if ``evaluated``. Lines are sorted by step. The launching process has
+    already read all lines and dropped damaged ones at the start of the attempt.
     """
     row = parse_row(last_line(path, within=_END))
     return row is not None and is_metric(row) and _is_before(row, step, evaluated)

@@ -140,7 +140,7 @@ def get_container_interpreter(container: Container, places: Places, *, cuda: boo
 
 
 def _repository(worktree: Path) -> Path | None:
-    """Return the git repository that ``worktree`` belongs to, or None if this is not a git worktree."""
+    """Return the git repository of ``worktree``; None if it is not a git worktree."""
     link = worktree / ".git"
     text = link.read_text().strip() if link.is_file() else ""
     return Path(named[1]) if (named := re.fullmatch(r"gitdir: (.+)/worktrees/[^/]+", text)) else None
@@ -188,7 +188,10 @@ def _list_moved_paths(clones: Sequence[Path], code: Path) -> Iterator[Path]:
 
 
 def _framework() -> tuple[Path, ...]:
-    """Return the folder of this worldsize if it is a clone, since a lock file cannot install it; otherwise empty."""
+    """Return the folder of this worldsize if it is a clone; otherwise empty.
+
+    A lock file cannot install a clone.
+    """
     source = Path(__file__).resolve().parents[2]
     return (source,) if source.name == "framework" else ()
 

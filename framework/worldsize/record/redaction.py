@@ -89,7 +89,7 @@ def _parameter(match: re.Match[str]) -> str:
 
 
 def redact_tree(value: Any) -> Any:
-    """Copy nested containers, redacting the values of secret-looking keys, and credentials in URLs."""
+    """Copy nested containers; redact values of secret-looking keys and credentials in URLs."""
     if isinstance(value, Mapping):
         return {key: REDACTED if is_secret(str(key)) and child else redact_tree(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -122,11 +122,11 @@ class Scrubber:
         return text
 
     def scrub_tree(self, value: Any) -> Any:
-        """Copy nested containers, redacting known secrets, values of secret-looking keys, and credentials in URLs."""
+        """Copy nested containers like :func:`redact_tree`; also redact known secrets."""
         return _map_strings(redact_tree(value), self.scrub_text)
 
     def scrub_arguments(self, arguments: Sequence[str]) -> list[str]:
-        """Redact known secrets, values of secret-looking keys, and credentials in command-line arguments."""
+        """Redact arguments like :func:`redact_arguments`; also redact known secrets."""
         return [self.scrub_text(word) for word in redact_arguments(arguments)]
 
 
@@ -142,7 +142,8 @@ def scrubber(config: Any, environ: Mapping[str, str], netrc: Path, *, interpolat
     """Create a scrubber for values of secret-looking names, and passwords in a netrc file.
 
     ``interpolated`` are the variables that the configuration reads with ``${oc.env:NAME}``. Their values are treated as
-    secrets, since the user kept them out of the configuration, except for locations such as ``HOME`` or ``DATA_DIR``.
+    secrets, since the user kept them out of the configuration. Locations such as ``HOME`` or ``DATA_DIR`` are not
+    secrets.
 
     Values with fewer than 8 characters are ignored.
     """

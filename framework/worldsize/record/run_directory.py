@@ -80,7 +80,7 @@ class RunDirectory:
         return self.path / "logs" / f"lost_{connection}"
 
     def listener_lock(self, name: str) -> Path:
-        """Return the lock file for the listener ``name``, held until an attempt's listener process exits."""
+        """Return the lock file that an attempt's process of the listener ``name`` holds."""
         return self.path / "logs" / f"{name}.lock"
 
     def nccl_logs(self, host: str) -> Path:
@@ -117,7 +117,7 @@ def create_parent_folders(file: Path, run: RunDirectory) -> None:
 
 
 def last_written(directory: RunDirectory) -> float:
-    """Return the latest modification time of the run's files, in Unix seconds, at most :data:`LATEST`."""
+    """Return the latest modification time of the run's files, at most :data:`LATEST`."""
     last = max(file.stat().st_mtime for file in directory.path.rglob("*") if is_file(file))
     return min(max(last, 0.0), LATEST)
 
@@ -213,7 +213,7 @@ def _get_write_time(run: RunDirectory) -> float:
 
 
 def check_entries(directory: RunDirectory) -> None:
-    """Raise WorldsizeError if an entry would block the run, or redirect its writes out of the run folder.
+    """Raise WorldsizeError if an entry would block the run, or redirect its writes elsewhere.
 
     The folder ``wandb`` is not checked, since only wandb writes through its links to logs. Other loggers'
     folders are checked. Entries that vanish during the check are ignored.
@@ -234,9 +234,9 @@ def check_entries(directory: RunDirectory) -> None:
 
 @contextmanager
 def create_run_folder(run: RunDirectory, *, is_private: bool) -> Iterator[Callable[[], None]]:
-    """Create the run folder exclusively, and remove it if the block fails; yield a function that removes it later.
+    """Create the run folder exclusively; yield a function that removes it.
 
-    With ``is_private``, only this user can access the folder.
+    The folder is also removed if the block fails. With ``is_private``, only this user can access the folder.
 
     Raises:
         ConfigError: the folder exists, or cannot be written.

@@ -171,7 +171,7 @@ def _reserve_space(directory: RunDirectory) -> None:
 
 @final
 class RunRecord:
-    """Write access to a run's record, for the process that holds the run's lock; created by :func:`open_record`."""
+    """Write access to the record of a locked run; created by :func:`open_record`."""
 
     def __init__(self, directory: RunDirectory, manifest: Manifest, lock: ExitStack, scrubber: Scrubber) -> None:
         self.directory, self._scrubber = directory, scrubber
@@ -207,7 +207,10 @@ class RunRecord:
         return self._own
 
     def adopt(self) -> None:
-        """Sign another user's record from the next write on; call this after the user has agreed to run the code."""
+        """Sign another user's record from the next write on.
+
+        Call this only after the user has agreed to run the code.
+        """
         self._own = True
 
     def record_resume(self, manifest: Manifest, *, config: str, overrides: str, secrets: Mapping[str, str]) -> None:
@@ -266,7 +269,7 @@ class RunRecord:
         return outcome
 
     def give_up(self, cause: str, *, unstarted: int = 0) -> None:
-        """Record, if possible, that the attempt failed in the launching process because of ``cause``.
+        """Record, if possible, that the launching process failed because of ``cause``.
 
         If an attempt has not been recorded yet, one with ``unstarted`` processes is added. A completed run is not
         changed if nothing was started.
@@ -344,7 +347,10 @@ def _update_last_attempt(manifest: Manifest, **facts: Any) -> dict[str, Any]:
 
 
 def _collect_results(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:
-    """Return rank 0's results (after a failure, only the exit reason) and the digests of the checkpoints."""
+    """Return rank 0's results and the digests of the checkpoints.
+
+    Unless the exit code is 0, the exit reason replaces rank 0's results.
+    """
     from worldsize.checkpoint.format import complete, read_digest
 
     digests = {}

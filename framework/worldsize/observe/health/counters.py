@@ -260,7 +260,7 @@ class Memory:
 
 
 def find_memory_limit(node: Memory, *, cgroups: Path = _CGROUPS, own: Path = _OWN) -> Memory:
-    """Return the used bytes and the limit of the control group, or node, with the lowest limit for this process.
+    """Return the memory of the control group, or else the node, that limits this process most.
 
     Supports both versions of control groups (kernel documentation, admin-guide/cgroup-v2 and cgroup-v1/memory).
     """

@@ -66,7 +66,7 @@ class HealthFile:
 
 
 def _alerts_folder(run: RunDirectory) -> Path:
-    """Return the folder of alerts; it is separate from the samples, so that it can be listed quickly."""
+    """Return the folder of alerts, which is separate so that it can be listed quickly."""
     return run.path / "health" / "alerts"
 
 
@@ -190,7 +190,7 @@ class NodesHealth:
         return self.last
 
     def read_new_samples(self) -> Mapping[int, HealthRow]:
-        """Read and return the nodes' last samples if the interval has elapsed, otherwise an empty mapping."""
+        """Read the nodes' last samples if the interval has elapsed; otherwise return {}."""
         now = self._clock()
         if now < self._next:
             return {}
@@ -229,7 +229,7 @@ def health_figures(rows: Mapping[int, HealthRow]) -> dict[str, float]:
 
 
 def _summarize_gpus(gpus: list[GpuRow]) -> dict[str, float]:
-    """Return metrics over several GPUs: the mean utilization, and the worst value of each other metric."""
+    """Return metrics over several GPUs: mean and lowest utilization, maxima, and totals."""
     if not gpus:
         return {}
     work, heat, memory = (collect_values(gpus, figure) for figure in ("utilisation", "temperature", "memory"))

@@ -162,6 +162,8 @@ _Key = tuple[str, int | None]
 class HealthAlerts:
     """Raises an alert when a value exceeds its limit, and again only after it has recovered.
 
+    Swapping, temperature and throttling must last for two samples. Each new memory error raises an alert.
+
     Args:
         limits: The limits.
         node: Index of the node.

@@ -176,7 +176,7 @@ def why_slow(rows: Sequence[HealthRow]) -> str:
 
 
 def _format_frequent(values: Sequence[float], rows: Sequence[HealthRow], text: str, unit: float = 1.0) -> str:
-    """Format the mean of ``values`` if most samples have a value; otherwise return an empty string."""
+    """Format the mean of ``values`` if most samples have a value; otherwise return ""."""
     return text.format(unit * sum(values) / len(values)) if 2 * len(values) > len(rows) else ""
 
 

@@ -59,7 +59,7 @@ def thin_values(values: Sequence[float]) -> Numbers:
 
 
 def average_rows(values_nk: Numbers, *, at_most: int) -> Numbers:
-    """Average groups of consecutive rows, ignoring NaN: (n, k) → (m, k), m ≤ ``at_most``."""
+    """Average groups of consecutive rows, so that at most ``at_most`` remain; ignore NaN."""
     group = -(-len(values_nk) // at_most)
     missing = -len(values_nk) % group
     padded = np.pad(values_nk, ((0, missing), (0, 0)), constant_values=np.nan)
@@ -134,7 +134,10 @@ def common_curves(records: Mapping[str, Record]) -> list[Chart]:
 
 
 def search_charts(sweep: Sweep) -> list[Chart]:
-    """Draw the sweep's metrics over each option that has at least three distinct numeric values."""
+    """Draw the metrics that the sweep optimizes, or else all metrics, over its options.
+
+    Only options with at least three distinct numeric values are drawn.
+    """
     goals = {each.manifest["config"].get("sweep", {}).get("metric") for each in sweep.runs.values()}
     named = {metric_key(*parse_metric_key(goal)) for goal in goals if goal}
     charts = []
@@ -189,7 +192,7 @@ def read_sweep(folders: Sequence[Path]) -> Sweep:
 
 
 def _check_shown(record: Record) -> None:
-    """Read all values of a run that a report shows, so that an incomplete record excludes only that run."""
+    """Read all values that a report shows, so that an incomplete record excludes only its run."""
     manifest = record.manifest
     _ = (
         get_typed_options(record),
@@ -215,7 +218,7 @@ def differing(all_typed: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _format_label(record: Record, keys: Sequence[str], others: Sequence[Record]) -> str:
-    """Label a run with the options that differ, and with its folder if the options are not unique."""
+    """Label a run with the options that differ; add its folder if they are not unique."""
     mine = get_typed_options(record)
     words = " ".join(f"{key}={mine[key]}" for key in keys if key in mine)
     twins = [other for other in others if all(get_typed_options(other).get(key) == mine.get(key) for key in keys)]

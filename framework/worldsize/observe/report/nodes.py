@@ -197,7 +197,7 @@ def _worst_gpu(samples: Sequence[GpuRow], errors: int) -> GpuRow:
 
 
 def _summarize_node(rows: Sequence[HealthRow], errors: Mapping[int, int]) -> HealthRow:
-    """Summarize samples of one node: mean CPU load and traffic, and the worst of the other values shown.
+    """Summarize samples of one node: mean CPU load and traffic, worst of the other values.
 
     ``errors``: number of memory errors in alerts, by GPU.
     """

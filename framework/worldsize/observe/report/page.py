@@ -113,7 +113,7 @@ def _render_template(template: str, **values: Any) -> str:
 
 
 def format_title(records: Sequence[Record]) -> str:
-    """Return a title with the recipe, strategy and number of processes that all runs have in common."""
+    """Return a title with the recipe, strategy and process count that all runs share."""
     rows = []
     for record in records:
         options, config = record.manifest.get("options") or {}, record.manifest["config"]
@@ -235,7 +235,7 @@ def commands(record: Record) -> list[tuple[str, str]]:
 
 
 def format_figure(value: Any) -> str:
-    """Format a number: as an integer from 1,000 to 1e12, else with four significant digits; "–" if not finite."""
+    """Format a number: integer from 1,000 to 1e12, else 4 significant digits; "–" if not finite."""
     amount = parse_number(value)
     if amount != amount:
         return "–"

@@ -40,7 +40,7 @@ def rank_charts(record: Record) -> list[Chart]:
 
 
 def waits_by_rank(record: Record) -> dict[int, float]:
-    """Return the fraction of time that each rank waited for data; without timing, only for rank 0."""
+    """Return each rank's fraction of time waiting for data; without timing, only rank 0's."""
     if record.timing:
         return {rank: compute_wait_share(lines) for rank, lines in record.timing.items()}
     steps = [
@@ -88,7 +88,10 @@ def heat_map(
 
 
 def step_breakdown(record: Record) -> list[Chart]:
-    """Draw the phases of a step as stacked means over ranks; without timing, only data wait and the rest."""
+    """Draw the phases of a step as stacked means over ranks.
+
+    Without timing, only the wait for data and the rest of the step are drawn.
+    """
     lines = [line for timing in record.timing.values() for line in timing] or list(record.steps)
     names = PHASES if any("compute_seconds" in line for line in lines) else ("data", "step")
     steps, seconds_sp = _average_by_step(lines, names)

@@ -136,7 +136,7 @@ def _timing_files(folder: Path, ranks: int) -> Iterator[tuple[int, Path]]:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the run at ``folder``, else the runs in it, else the runs of the sweep at ``folder``."""
+    """Return the run at ``folder``, else the runs inside, else those of the sweep ``folder``."""
     if is_file(RunDirectory(folder).manifest):
         return [folder]
     inside = [run.path for run in runs_below(folder)]

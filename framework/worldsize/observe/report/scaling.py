@@ -156,7 +156,7 @@ _FIGURES = (
 
 
 def study_charts(study: Study) -> list[Chart]:
-    """Draw throughput, efficiency and, for each series with measured phases, the phases of a step."""
+    """Draw throughput, efficiency and, per series with measured phases, a step's phases."""
     key = tuple((shorten_text(name), f"c{index % SERIES + 1}") for index, name in enumerate(study.series))
     throughput, efficiency = (_PREDICTED, _PREDICTED_SHARE) if study.facts.get("predicted") else (_LEGEND, _RELATIVE)
     efficiency += _UPRIGHT if study.boundary is not None else ""

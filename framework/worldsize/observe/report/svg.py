@@ -254,7 +254,7 @@ class Plot:
         return Markup(head + "".join(parts) + "</svg>")  # all text is escaped where it is added
 
     def _draw_strips(self, across: Callable[[Numbers], Numbers], left: float, right: float, bottom: float) -> list[str]:
-        """Return invisible vertical strips; each has a tooltip with the values of all series at that position."""
+        """Return invisible vertical strips with tooltips: the values of all series at the strip."""
         every = np.unique(np.concatenate([x for _, x, _ in self._series] or [np.zeros(0)]))
         if not every.size:
             return []
