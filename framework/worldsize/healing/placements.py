@@ -2,8 +2,8 @@
 
 The description is much smaller than (number of tensors) × (number of ranks), since a rank usually holds the same range
 of indices (box) of most tensors. A rank therefore sends one table per box and part of the state: one byte per tensor,
-compressed. Tensors in
-the same tables on all ranks form one placement, and the ranks' boxes are listed once per placement.
+compressed. Tensors in the same tables on all ranks form one placement, and the ranks' boxes are listed once per
+placement.
 """
 
 from __future__ import annotations

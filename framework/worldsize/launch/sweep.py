@@ -343,8 +343,8 @@ class SideBySide:
     """Forwards signals from the launching process to processes registered in ``folder``.
 
     The processes have their own process groups; otherwise Ctrl-C would send them a second signal, and a second signal
-    ends a run without a save. The
-    launching process does not act on signals itself, since joblib would kill the others before they have saved.
+    ends a run without a save. The launching process does not act on signals itself, since joblib would kill the others
+    before they have saved.
     """
 
     def __init__(self, folder: Path) -> None:
