@@ -349,7 +349,7 @@ def _audit_transport(
                 listener(TransportFellBack(reason, transport.get("ranks", {}), transport["interface"]))
 
 
-def _create_replica(settings: Settings, context: RunContext) -> Replica | None:
+def _create_replica(settings: Settings, run: RunDirectory, context: RunContext) -> Replica | None:
     """Return the replica that this process trains.
 
     A server serves until the run ends. It returns a replica only if it runs the training loop, otherwise None.
