@@ -99,7 +99,7 @@ def test_the_trainer_of_the_page_takes_as_many_lines_as_it_says() -> None:
 def test_the_module_of_the_page_takes_as_many_lines_as_it_says() -> None:
     shown = difference(FROM_LIGHTNING)
     removed = len(re.findall("^-", shown, re.M))
-    assert f"{removed} lines go, and a command replaces them" in FROM_LIGHTNING.read_text()
+    assert f"a command replaces its {removed} lines" in FROM_LIGHTNING.read_text()
     assert count_lines(shown) <= LINES
     (command,) = [block.text for block in blocks(FROM_LIGHTNING) if "lightning_module" in block.text]
     assert re.findall(r"^\+(.*)$", shown, re.M) == command.splitlines()  # run by tests/docs
