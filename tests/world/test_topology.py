@@ -133,7 +133,7 @@ def test_tiers_that_have_room_for_all_hosts_are_those_of_the_file_where_one_swit
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [
-        ({"rack": 3}, "a divisor of 8 nodes"),
+        ({"rack": 3}, "a divisor of the 8 nodes"),
         ({"rack": 2, "pod": 9}, r"a multiple of 2 \(a rack\)"),
         ({"rack": 1}, r"a multiple of 1 \(a node\)"),
         ({"rack": 4, "pod": 4}, r"a multiple of 4 \(a rack\)"),

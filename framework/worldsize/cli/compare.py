@@ -139,11 +139,12 @@ def compare_operations(first: RunView, second: RunView, comparison: Comparison, 
 @contextmanager
 def _show_on_error(path: Path) -> Iterator[TextIO]:
     """Yield a new file for the output of the repeated runs; print it if one fails."""
-    with path.open("w") as log:
+    with path.open("w+", errors="replace") as log:
         try:
             yield log
         except WorldsizeError:
-            print(path.read_text(errors="replace"), end="", file=sys.stderr)
+            log.seek(0)
+            print(log.read(), end="", file=sys.stderr)
             raise
 
 
