@@ -64,11 +64,12 @@ class BitMismatchError(WorldsizeError):
     """Processes that must have the same bits have different ones.
 
     ``is_guilty``: whether this process has the wrong bits, or may have them because there is no majority.
+    ``ends_run``: whether the run must end, rather than this process alone.
     """
 
-    def __init__(self, message: str, *, is_guilty: bool) -> None:
+    def __init__(self, message: str, *, is_guilty: bool, ends_run: bool) -> None:
         super().__init__(message)
-        self.is_guilty = is_guilty
+        self.is_guilty, self.ends_run = is_guilty, ends_run
 
 
 class RunFailedError(WorldsizeError):

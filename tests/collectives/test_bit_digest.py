@@ -70,3 +70,13 @@ def test_a_sparse_gradient_is_digested_by_its_rows_and_indices() -> None:
     rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert digest_bits(build([4, 1], rows)) == digest_bits(build([1, 4], rows.flip(0)))
     assert digest_bits(build([4, 1], rows)) != digest_bits(build([4, 2], rows))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_compressed_and_conjugated_tensors_have_the_digest_of_their_values() -> None:
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    indices, values = torch.tensor([[0, 1], [1, 0]]), torch.tensor([2.0, 3.0])
+    sparse = torch.sparse_coo_tensor(indices, values, (2, 2), check_invariants=True)
+    assert digest_bits(dense.to_sparse_csr()) == digest_bits(sparse)
+    complex_pair = torch.tensor([1.0 + 2.0j])
+    assert digest_bits(complex_pair.conj()) == digest_bits(torch.tensor([1.0 - 2.0j]))

@@ -60,6 +60,37 @@ def test_the_others_repeat_the_step_without_the_guilty_process(
     assert event["tensor"].startswith(tensor)
 
 
+def test_several_processes_with_wrong_bits_leave_in_one_step(train: Any, clean_digest: str) -> None:
+    both = faults(
+        *({"action": "flip", "target": "gradient", "rank": rank, "step": 5, "repeats": True} for rank in (1, 3))
+    )
+    options = [word.replace("processes=3", "processes=6") for word in OPTIONS]
+    run = train(*options, *HEAL, both)
+    assert run.code == 0, run.error
+    assert run.json("result.json")["state_digest"] == clean_digest
+    assert run.json("run_manifest.json")["attempts"][0]["memberships"][-1]["members"] == [0, 2, 4, 5]
+    assert find_mismatch(run.folder)["ranks"] == [1, 3]
+
+
+@pytest.mark.parametrize(("step", "options"), [(9, ("checkpoint.every=10",)), (12, ())], ids=["before a save", "last"])
+def test_copies_are_compared_before_each_save_and_the_result(train: Any, step: int, options: tuple[str, ...]) -> None:
+    words = [word for word in OPTIONS if "integrity" not in word]
+    fault = faults({"action": "flip", "target": "weight", "rank": 1, "step": step, "bit": 27})
+    run = train(*words, *options, "integrity.replicas=50", fault)
+    assert run.code == 1
+    assert find_mismatch(run.folder)["step"] == (11 if options else 13)
+    assert not [*run.folder.glob("checkpoints/step_*")]
+
+
+def test_a_healing_run_that_stops_drops_no_process(train: Any) -> None:
+    run = train(*OPTIONS, *HEAL, "integrity.on_mismatch=stop", flip("gradient", bit=3))
+    assert run.code == 1
+    (attempt,) = run.json("run_manifest.json")["attempts"]
+    assert attempt["failure"]["rank"] == 1
+    assert [each["members"] for each in attempt["memberships"]] == [[0, 1, 2]]
+    assert "continuing without it" not in run.error
+
+
 def test_a_run_that_stops_names_the_guilty_process_and_is_not_restarted(train: Any) -> None:
     run = train(*OPTIONS, "launcher.max_restarts=2", flip("activation", bit=30, repeats=True))
     assert run.code == 1

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from worldsize.core import BitMismatch, FlipTarget, IntegrityConfig, Numerics, Strategy, World
+from worldsize.core import BitMismatch, FlipTarget, IntegrityConfig, Numerics, Recipe, Strategy, World
 from worldsize.errors import BitMismatchError
 from worldsize.loop.bit_flips import Flip
 from worldsize.strategies.ddp import DDP
@@ -131,6 +132,78 @@ def test_audited_steps_have_the_bits_of_others(name: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(plain, audited, strict=True))
 
 
+class Caching(nn.Module):
+    """Has buffers that are not saved, and depend on the passes so far: a sum, and a cache of varying size."""
+
+    total: torch.Tensor
+
+    def __init__(self, *, varies: bool) -> None:
+        super().__init__()
+        self.varies = varies
+        self.register_buffer("total", torch.zeros(1), persistent=False)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.total += hidden.detach().sum()
+        if self.varies:
+            self.cache = torch.arange(float(hidden.detach().abs().max() * 10))
+        return hidden
+
+
+@dataclass(frozen=True)
+class CachingChain(Chain):
+    """A :class:`Chain` with buffers that are not saved; DDP broadcasts them, so their size must not vary there."""
+
+    depth: int = 1
+    varies: bool = False
+
+    def model(self) -> nn.Module:
+        first, *others = super().model().children()
+        return nn.Sequential(first, Caching(varies=self.varies), *others)
+
+
+@dataclass(frozen=True)
+class TwoHeads(Chain):
+    """A :class:`Chain` of which each micro-batch uses one of two last layers, and the other gets no gradient."""
+
+    depth: int = 1
+
+    def model(self) -> nn.Module:
+        *layers, last = super().model().children()
+        return nn.ModuleDict({"body": nn.Sequential(*layers), "one": last, "other": nn.Linear(16, 3)})
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        assert isinstance(model, nn.ModuleDict)
+        head = "one" if inputs[0, 0] > 0 else "other"
+        return nn.functional.mse_loss(model[head](model["body"](inputs)), targets)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy"),
+    [
+        (CachingChain(), DDP(reduce="ordered")),
+        (CachingChain(varies=True), FSDP(reduce="ordered")),
+        (TwoHeads(), DDP(reduce="ordered", find_unused_parameters=True)),
+    ],
+    ids=["caches in ddp", "caches in fsdp", "unused parameters"],
+)
+def test_unsaved_buffers_and_unused_parameters_raise_no_alarm_and_keep_the_bits(
+    recipe: Recipe, strategy: Strategy
+) -> None:
+    def train(audit: float, world: World) -> tuple[list[torch.Tensor], list[BitMismatch]]:
+        trial = FlipTrial(strategy, recipe, world, batch_size=BATCH, audit=audit)
+        for step in range(2, 6):
+            trial.plan(FlipCase(1, Flip("gradient", bit=20)) if step == 4 and audit else None, step)
+            trial.run_step(step)
+        return trial.clone_state(), trial.events
+
+    plain, audited = (run_in_worlds(partial(train, audit), 3) for audit in (0.0, 1.0))
+    for (before, _), (after, _) in zip(plain, audited, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert [[(event.step, event.ranks) for event in events] for _, events in audited] == [[(4, (1,))]] * 3
+
+
 def test_the_audited_steps_are_a_fraction_that_every_process_knows() -> None:
     def list_due(world: World) -> list[int]:
         audit = FlipTrial(DDP(reduce="ordered"), Chain(), world, batch_size=BATCH, audit=0.25).replica._audit  # type: ignore[attr-defined]
@@ -162,14 +235,27 @@ def check_replicas(strategy: Strategy, targets: Sequence[FlipTarget], world: Wor
     check = ReplicaCheck(trial.replica, trial.context)
     check.compare(2)
     assert not trial.events
-    for target in targets:
+    for step, target in enumerate(targets, 3):
         if world.rank == 1:
             part = "model" if target == "weight" else "optimizer"
             tensor = next(each for name, each in trial.list_state() if name.startswith(part) and each.numel() > 10)
             tensor.view(torch.uint8).reshape(-1)[17] ^= 4
-        check.compare(2)
+        check.compare(step)
         trial.restore()
     return trial.events
+
+
+def test_a_buffer_that_all_processes_hold_is_compared_under_fsdp_too() -> None:
+    def find(world: World) -> list[BitMismatch]:
+        trial = FlipTrial(FSDP(), DrawingChain(), world, batch_size=BATCH, audit=0.0)
+        if world.rank == 2:
+            mean = next(each for name, each in trial.list_state() if name.endswith("running_mean"))
+            mean[3] += 1
+        ReplicaCheck(trial.replica, trial.context).compare(2)
+        return trial.events
+
+    for (event,) in run_in_worlds(find, 3):
+        assert (event.ranks, event.tensor) == ((2,), "model/1.running_mean")
 
 
 def test_shards_are_compared_with_their_copies_alone() -> None:

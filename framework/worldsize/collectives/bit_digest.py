@@ -19,9 +19,9 @@ def digest_bits(tensor: Tensor) -> Tensor:
     digest 0.
     """
     if tensor.layout is not torch.strided:
-        sparse = tensor.coalesce()
+        sparse = (tensor if tensor.layout is torch.sparse_coo else tensor.detach().to_sparse()).coalesce()
         return digest_bits(sparse.values()) + 31 * digest_bits(sparse.indices())
-    words = _view_as_words(tensor.detach())
+    words = _view_as_words(tensor.detach().resolve_conj().resolve_neg())
     while True:  # rows are digested to int64, and these again, as a tree
         sums = _digest_rows(words)
         if sums.numel() == 1:

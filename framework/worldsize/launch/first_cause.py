@@ -25,6 +25,7 @@ class ProcessError(TypedDict):
     lost_peer: NotRequired[str]  # the error in one line, if a collective raised it because of a lost peer
     is_refusal: NotRequired[bool]  # the process cannot run this configuration
     has_wrong_bits: NotRequired[bool]  # memory or a processor of this or another process fails
+    ends_run: NotRequired[bool]  # the others must not continue without this process
     is_of_other: NotRequired[bool]  # another process, which fails too, caused the error
     is_own: NotRequired[bool]  # the process was not waiting for a peer, even if it timed out
 
@@ -56,6 +57,11 @@ class Ending:
     def has_wrong_bits(self) -> bool:
         """Whether this or another process had wrong bits, which a restart may compute again."""
         return self.error is not None and self.error.get("has_wrong_bits", False)
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the others must not continue without this process."""
+        return self.error is not None and self.error.get("ends_run", False)
 
     @property
     def cause(self) -> str:

@@ -201,15 +201,19 @@ class Members:
     def _heal_process(self, member: Member, *, is_ending: bool) -> None:
         """Restart or drop a failed process.
 
-        Instead, the gang fails if the process wrote an error, and a lost process wrote one at the same step.
+        Instead, the gang fails if its error ends the run, or if the process wrote an error, and a lost process wrote
+        one at the same step. Processes with wrong bits do not count as such: several may share a host.
         """
         ending = member.read_ending()  # before its replacement overwrites its files
-        errors = [lost.beat for lost in map(Member.read_ending, self.lost) if lost.has_failed_itself]
+        lost = [each.read_ending() for each in self.lost]
+        repeated = [_get_step(each.beat) for each in lost if each.has_failed_itself and not each.has_wrong_bits]
         if is_ending:  # the other processes have completed all steps or saved
             self.ended.remove(member)
             self.current.remove(member)
             self.lost.append(member)
-        elif not ending.has_failed_itself or _get_step(ending.beat) not in map(_get_step, errors):
+        elif ending.ends_run:
+            return
+        elif ending.has_wrong_bits or not ending.has_failed_itself or _get_step(ending.beat) not in repeated:
             self._replace_process(member)
 
     def _replace_process(self, member: Member) -> None:

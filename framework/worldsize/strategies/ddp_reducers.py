@@ -29,6 +29,7 @@ from worldsize.strategies.gradient_reducer import (
     Presence,
     check_reduced,
     disable_sync,
+    finds_unused,
     observe_parameters,
     pop_gradients,
     set_gradients_aside,
@@ -224,7 +225,7 @@ class OrderedReducer(GradientReducer):
 
         DDP requires a gradient in the last pass for each parameter used earlier. Adding to -0.0 keeps the bits.
         """
-        if not (isinstance(self._module, DistributedDataParallel) and self._module.find_unused_parameters):
+        if not finds_unused(self._module):
             return
         for index, parameter in enumerate(self._parameters):
             if index not in self._presence.absent:

@@ -10,6 +10,7 @@ two processes, both repeat all passes, which identifies a process that erred onc
 from __future__ import annotations
 
 import json
+import pickle
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -29,6 +30,9 @@ from worldsize.core import BitMismatch, Dealing, MicroBatch, RunContext, World
 from worldsize.data.order import assign_logical_ranks
 from worldsize.errors import BitMismatchError
 from worldsize.seeds import derive_seed
+from worldsize.strategies.declared_buffers import buffer_slots
+from worldsize.strategies.model_replica import keep_buffers
+from worldsize.strategies.step_buffers import KeptBuffers
 
 LOSS = "loss"
 WHOLE = "whole"  # in World.groups: all training processes, if the world is only those with the same part of the model
@@ -90,17 +94,21 @@ class GradientAudit:
         model: The model, whose buffers are compared.
         dealing: Assignment of logical ranks to processes.
         run_pass: Computes a pass apart from the step, reporting to :attr:`record`; returns the loss.
+        shares_weights: Whether processes gather their weights from each other.
     """
 
-    def __init__(self, context: RunContext, model: nn.Module, dealing: Dealing, run_pass: _Pass) -> None:
+    def __init__(
+        self, context: RunContext, model: nn.Module, dealing: Dealing, run_pass: _Pass, *, shares_weights: bool
+    ) -> None:
         assert context.world.group is not None
         self._context, self._model, self._dealing, self._run_pass = context, model, dealing, run_pass
         self._group: ProcessGroup = context.world.group
         self._rank, self._size = self._group.rank(), self._group.size()
+        self._shares_weights = shares_weights
         self.record: PassRecord | None = None
         """Record of the passes that are being computed; None if they are not audited."""
         self._peers = PassRecord()  # the passes of the neighbor
-        self._first: Mapping[str, Tensor] = {}  # buffers at the start of the audited step
+        self._first: KeptBuffers | None = None  # saved buffers at the start of the audited step
 
     def is_due(self, step: int) -> bool:
         """Return whether ``step`` is audited: for a fraction ``integrity.audit`` of the steps, drawn from the seed."""
@@ -113,7 +121,7 @@ class GradientAudit:
         Raises:
             BitMismatchError: processes have different bits, and the run or this process must end.
         """
-        self._first = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        self._first = KeptBuffers(buffer_slots(self._model))
         self._peers = self._compute_passes(step, self._rank + 1)
         self.record = PassRecord()
         try:
@@ -122,7 +130,7 @@ class GradientAudit:
         finally:
             self.record = None
         self._compare(step, own)
-        self._first = {}
+        self._first = None
 
     def observe_gradient(self, name: str, gradient: Tensor) -> Tensor:
         """Record a gradient of an audited pass, of any shape; return it unchanged."""
@@ -135,13 +143,21 @@ class GradientAudit:
         if is_discarded:
             self.record.discard_pass()
         else:
-            self.record.end_pass(batch, loss, dict(self._model.named_buffers()))
+            self.record.end_pass(batch, loss, {slot.name: slot.tensor for slot in buffer_slots(self._model)})
 
     def _compute_passes(self, step: int, rank: int) -> PassRecord:
-        """Compute the logical ranks of process ``rank`` modulo P; all processes compute equally many passes."""
+        """Compute the passes of process ``rank``, modulo the number of processes.
+
+        Every process computes the same number of passes.
+        """
         total = self._context.logical_ranks
         ranks = assign_logical_ranks(rank % self._size, self._size, total, self._dealing)
         record = PassRecord()
+        with keep_buffers([self._model]):  # those that are not saved may depend on earlier passes
+            self._compute_ranks(step, ranks, total, record)
+        return record
+
+    def _compute_ranks(self, step: int, ranks: Sequence[int], total: int, record: PassRecord) -> None:
         for logical_rank in ranks:
             self.record = record
             try:
@@ -150,7 +166,6 @@ class GradientAudit:
                 self.record = None
         for _ in range(-(-total // self._size) - len(ranks)):  # sharded models gather parameters in each pass
             self._run_pass(self._context.audit_data(step, ranks[0]))
-        return record
 
     def _compare(self, step: int, own: PassRecord) -> None:
         mine, theirs = own.read_digests(), self._peers.read_digests()
@@ -195,18 +210,14 @@ class GradientAudit:
 
     @contextmanager
     def _first_buffers(self) -> Iterator[None]:
-        """Use the buffers from the start of the step in this block, although it has changed them since."""
-        buffers = dict(self._model.named_buffers())
-        last = {name: buffer.clone() for name, buffer in buffers.items()}
-        with torch.no_grad():
-            for name, first in self._first.items():
-                buffers[name].copy_(first)
+        """Use the saved buffers from the start of the step in this block, although it has changed them since."""
+        assert self._first is not None
+        last = KeptBuffers(buffer_slots(self._model))
+        self._first.restore()
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, buffer in buffers.items():
-                    buffer.copy_(last[name])
+            last.restore()
 
     def _gather_totals(self, digests: Sequence[Mapping[int, _Digests]]) -> list[list[int]]:
         """Return one number of each process for each of ``digests``, by rank."""
@@ -220,12 +231,16 @@ class GradientAudit:
         """Describe the first of the votes that differ; all processes of the group must call it."""
         differing = _find_minority(bad[0]) or [bad[0][0]]
         good = next(vote for vote in bad[0] if vote.total != differing[0].total)
-        one, other = (broadcast_value(vote.digests, vote.voter, self._group) for vote in (differing[0], good))
+        one, other = (
+            broadcast_value(vote.digests, vote.voter, self._group, self._context.world.device)
+            for vote in (differing[0], good)
+        )
         assert one is not None
         assert other is not None
         logical_rank, tensor = _find_difference(one, other)
         voters = {vote.voter for each in bad for vote in each}
-        return Mismatch(tensor, self._group, _find_guilty(bad), voters, logical_rank)
+        guilty = _find_guilty(bad, shares_weights=self._shares_weights)
+        return Mismatch(tensor, self._group, guilty, voters, logical_rank)
 
 
 def _combine(digests: Mapping[int, _Digests]) -> int:
@@ -234,17 +249,18 @@ def _combine(digests: Mapping[int, _Digests]) -> int:
     return derive_seed(0, text)
 
 
-def _find_guilty(votes: Iterable[Sequence[_Vote]]) -> set[int]:
-    """Return the voters that differ from a majority, and never belong to one.
+def _find_guilty(votes: Iterable[Sequence[_Vote]], *, shares_weights: bool) -> set[int]:
+    """Return the voters that differ from a majority.
 
-    A voter in both has the same wrong bits as another one, such as a wrong shard that they both gathered.
+    ``shares_weights``: whether voters gather weights from each other. A voter that also belongs to a majority is then
+    omitted: it may have the same wrong bits as another one, from a shard that both gathered.
     """
     minority, majority = set[int](), set[int]()
     for each in votes:
         if differing := {vote.voter for vote in _find_minority(each)}:
             minority |= differing
             majority |= {vote.voter for vote in each} - differing
-    return minority - majority
+    return minority - majority if shares_weights else minority
 
 
 def _find_minority(votes: Sequence[_Vote]) -> list[_Vote]:
@@ -314,9 +330,7 @@ def report_mismatch(context: RunContext, step: int, found: Mismatch | None) -> N
         where = (world.global_rank, socket.gethostname(), str(world.device))
         flags = [found.is_named(guilty=guilty) for guilty in (True, False)]
         own = (found.tensor, found.logical_rank, where, *flags)
-    rows: list[Any] = [None] * whole.size()
-    dist.all_gather_object(rows, own, group=whole)
-    named = [row for row in rows if row is not None]
+    named = [row for row in gather_values(own, whole, world.device) if row is not None]
     guilty = [where for *_, where, is_guilty, _ in named if is_guilty]
     places = guilty or [where for *_, where, _, is_suspect in named if is_suspect]
     ranks, hosts, devices = zip(*places, strict=True)
@@ -333,15 +347,39 @@ def report_mismatch(context: RunContext, step: int, found: Mismatch | None) -> N
     context.emit(event)
     if action == "warn":
         return
-    is_guilty = world.global_rank in ranks
-    if action == "stop" or not guilty or is_guilty:
-        raise BitMismatchError(f"{event.describe()} {event.remedy}", is_guilty=is_guilty)
+    is_guilty, ends_run = world.global_rank in ranks, action == "stop" or not guilty
+    if ends_run or is_guilty:
+        raise BitMismatchError(f"{event.describe()} {event.remedy}", is_guilty=is_guilty, ends_run=ends_run)
     # the guilty processes never take part, so this ends with the membership
     start_collective(dist.all_reduce, torch.zeros(1, device=world.device), group=whole).wait()
 
 
-def broadcast_value(value: _T, source: int, group: ProcessGroup) -> _T:
-    """Return the plain value of rank ``source``; all ranks of ``group`` must call it."""
-    values = [value]
-    dist.broadcast_object_list(values, group=group, group_src=source)
-    return values[0]
+def broadcast_value(value: _T, source: int, group: ProcessGroup, device: torch.device) -> _T:
+    """Return the plain value of rank ``source``; all ranks of ``group`` must call it. The wait ends with the gang."""
+    text = pickle.dumps(value) if group.rank() == source else b""
+    size = torch.tensor(len(text), device=device)
+    start_collective(dist.broadcast, size, group=group, group_src=source).wait()
+    message = _encode(text, int(size), device)
+    start_collective(dist.broadcast, message, group=group, group_src=source).wait()
+    received: _T = pickle.loads(_decode(message))
+    return received
+
+
+def gather_values(value: Any, group: ProcessGroup, device: torch.device) -> list[Any]:
+    """Return the plain values of all ranks, which must all call it. The wait ends with the gang."""
+    text = pickle.dumps(value)
+    most = torch.tensor(len(text), device=device)
+    start_collective(dist.all_reduce, most, op=dist.ReduceOp.MAX, group=group).wait()
+    own = _encode(text, int(most), device)
+    everyones = own.new_empty(group.size() * len(own))
+    start_collective(dist.all_gather_into_tensor, everyones, own, group=group).wait()
+    return [pickle.loads(_decode(row)) for row in everyones.view(group.size(), -1)]
+
+
+def _encode(text: bytes, size: int, device: torch.device) -> Tensor:
+    """Return bytes as uint8 (size,), padded with zeros, which pickle ignores."""
+    return torch.frombuffer(bytearray(text.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+
+
+def _decode(message: Tensor) -> bytes:
+    return bytes(message.cpu().numpy())

@@ -170,6 +170,11 @@ def disable_sync(module: nn.Module) -> AbstractContextManager[None]:
     return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
 
+def finds_unused(module: nn.Module | None) -> bool:
+    """Return whether ``module`` is DistributedDataParallel that finds unused parameters."""
+    return isinstance(module, DistributedDataParallel) and bool(module.find_unused_parameters)
+
+
 def refuse_norms_of_others(model: nn.Module, optimizer: Optimizer, numerics: Numerics) -> None:
     """Refuse a gradient norm that would include parameters unknown to ``optimizer``.
 

@@ -306,6 +306,18 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
     Buffers are restored because each process evaluates different batches.
     """
     modes = ModelModes(*models)
+    with keep_buffers(models):
+        for model in models:
+            model.eval()
+        try:
+            yield
+        finally:
+            modes.restore()
+
+
+@contextmanager
+def keep_buffers(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore all buffers of ``models`` at the end of the block, whether they are saved or not."""
     owners = [module._buffers for model in models for module in model.modules()]
     kept = [
         (owner, name, each, each._version, each.clone())
@@ -313,12 +325,9 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
         for name, each in owner.items()
         if each is not None
     ]
-    for model in models:
-        model.eval()
     try:
         yield
     finally:
-        modes.restore()
         with torch.no_grad():
             for owner, name, buffer, version, before in kept:
                 owner[name] = buffer if buffer._version == version else buffer.copy_(before)

@@ -36,7 +36,7 @@ from worldsize.strategies.chunk_tensor import ChunkLayout
 from worldsize.strategies.chunk_trial import try_chunks
 from worldsize.strategies.gathered_features import GatheredFeatures
 from worldsize.strategies.gradient_audit import GradientAudit
-from worldsize.strategies.gradient_reducer import GradientReducer
+from worldsize.strategies.gradient_reducer import GradientReducer, finds_unused
 from worldsize.strategies.loss_record import LossRecord, step_metrics, trainable
 from worldsize.strategies.model_replica import CallingRoot, ModelReplica
 from worldsize.strategies.multi_update import MultiUpdateReplica
@@ -79,9 +79,12 @@ class SynchronousReplica(ModelReplica):
         self._untried_chunks = self.chunks  # until the first pass
         divides = reducer.divides_gradients
         self._changes = ParameterChanges(self.model, hooks=divides) if divides or self.world.size > 1 else None
+        self._is_apart = False  # whether the current pass does not belong to the step
         self._audit: GradientAudit | None = None
         if context.integrity.audit and self._group is not None:
-            self._audit = GradientAudit(context, self.model, self.dealing, self._run_apart)
+            self._audit = GradientAudit(
+                context, self.model, self.dealing, self._run_apart, shares_weights=reducer.divides_gradients
+            )
         self._features: GatheredFeatures | None = None
         if isinstance(recipe, FeatureRecipe) and context.logical_ranks > 1:
             self._features = GatheredFeatures(recipe, self.model, self.world.device, self._run_action)
@@ -156,7 +159,11 @@ class SynchronousReplica(ModelReplica):
 
     def _run_apart(self, batch: MicroBatch) -> Tensor:
         """Compute a pass apart from the step, for an audit; return its detached loss."""
-        return self._watch.run_reducer(partial(self.reducer.run_apart, batch, self._backward)).loss
+        self._is_apart = True
+        try:
+            return self._watch.run_reducer(partial(self.reducer.run_apart, batch, self._backward)).loss
+        finally:
+            self._is_apart = False
 
     def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:
         with self._passes.discard_pass(batch) if scale == 0 else nullcontext():
@@ -182,7 +189,11 @@ class SynchronousReplica(ModelReplica):
         self._context.faults.report_point("step:backward")
         scaled = self._scale_loss(loss, record, scale)
         with flips.flipping_passes(self.model) if flips is not None else nullcontext():
-            if self._module is self._root:
+            if self._is_apart and finds_unused(self._module):  # DDP would mark parameters as used in the step
+                torch.autograd.grad(
+                    scaled, [each for each in self._parameters if each.requires_grad], allow_unused=True
+                )
+            elif self._module is self._root:
                 scaled.backward()  # type: ignore[no-untyped-call]
             else:
                 backward(scaled)

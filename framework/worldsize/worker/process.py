@@ -197,7 +197,7 @@ def _write_error(run: RunDirectory, path: Path, error: BaseException, clean: Scr
     cause: dict[str, Any] = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
     cause |= {"host": socket.gethostname(), "is_own": isinstance(error, DataWaitError)}
     if isinstance(error, BitMismatchError):
-        cause |= {"has_wrong_bits": True, "is_of_other": not error.is_guilty}
+        cause |= {"has_wrong_bits": True, "is_of_other": not error.is_guilty, "ends_run": error.ends_run}
     cause["is_refusal"] = isinstance(error, ConfigError) and not _is_from_storage(error)
     if is_from_gone_peer(error):
         cause["lost_peer"] = _summarize_error(error)

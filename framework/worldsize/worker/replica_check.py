@@ -24,28 +24,37 @@ from worldsize.strategies.gradient_audit import Mismatch, broadcast_value, repor
 class ReplicaCheck:
     """Compares the state of ``replica`` between processes that hold the same shards.
 
-    Of the weights and of the rest of the state, only a number for the held shards and their digest are exchanged.
-    Processes with equal numbers hold copies. A shard without a copy, as in FSDP, is not compared.
+    For the weights and for the rest of the state, whole tensors and shards separately, processes exchange only a number
+    for what they hold and a digest of it. Processes with equal numbers hold copies. A shard without a copy, as in FSDP,
+    is not compared.
     """
 
     def __init__(self, replica: Replica, context: RunContext) -> None:
         self._replica, self._context = replica, context
+        self._compared = 0  # the last step before which copies were compared
 
     def compare(self, step: int) -> None:
-        """Compare all copies before ``step``; all processes must call it.
+        """Compare all copies before ``step``, unless they were already; all processes must call it.
 
         Raises:
             BitMismatchError: copies differ, and the run or this process must end.
         """
+        if step == self._compared:
+            return
         state = dict(self._replica.state())
         state.pop("strategy", None)  # holds values of this process alone
-        parts = [split_tensors(part)[0] for part in ({"model": state.pop("model")}, state)]
+        parts = [
+            {name: each for name, each in split_tensors(part)[0].items() if _is_whole(each) is is_whole}
+            for part in ({"model": state.pop("model")}, state)
+            for is_whole in (True, False)
+        ]
         digests = [_digest_tensors(part) for part in parts]
         holdings = [derive_seed(0, repr(sorted(collect_pieces(part).items()))) for part in parts]
         everyones = self._gather([*holdings, *(derive_seed(0, repr(sorted(each.items()))) for each in digests)])
         for part, own in enumerate(digests):
             if copies := _find_copies(everyones[:, [part, part + len(parts)]].tolist()):
                 report_mismatch(self._context, step, self._describe(own, *copies))
+        self._compared = step
 
     def _gather(self, values: Sequence[int]) -> Tensor:
         """Return the int64 values of all ranks, (ranks, values)."""
@@ -59,9 +68,14 @@ class ReplicaCheck:
     def _describe(self, own: Mapping[str, int], copies: Set[int], guilty: Set[int]) -> Mismatch:
         group = self._context.world.group
         assert group is not None
-        rows = [broadcast_value(own, rank, group) for rank in sorted(copies)]
+        rows = [broadcast_value(own, rank, group, self._context.world.device) for rank in sorted(copies)]
         names = (name for name, digest in rows[0].items() if any(row[name] != digest for row in rows))
         return Mismatch(next(names), group, guilty, copies)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether this process holds the whole tensor, rather than a shard of it."""
+    return get_local_shard(tensor).shape == tensor.shape
 
 
 def _digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -136,6 +136,7 @@ class Training:
             self._emit_events(RunEnded(last.step, "preempted"))
             replica.close(complete=False)
             return PREEMPTED
+        self._compare_replicas(last.step)
         self._checkpoints.check_end(last.step)
         if summary := use_full(replica.state()["model"], self._world, partial(self._collect_result, last=last)) or {}:
             write_result(self._run, summary)
@@ -315,11 +316,17 @@ class Training:
             self._checkpoints.begin_step()
             self._hooks.begin_step(done)
             if self._replicas is not None and done and done % self._settings.integrity.replicas == 0:
-                self._replicas.compare(done + 1)
+                self._compare_replicas(done)
             self._memory.check_shared()
             yield step
 
+    def _compare_replicas(self, done: int) -> None:
+        """Compare copies after ``done`` steps: at intervals, and before each save and the result."""
+        if self._replicas is not None:
+            self._replicas.compare(done + 1)
+
     def _save_checkpoint(self, streams: _StreamStates, progress: TrainingProgress) -> None:
+        self._compare_replicas(progress.step)
         facts = {
             "strategy": type(self._settings.strategy).__name__,
             "logical_ranks": self._settings.logical_ranks,
