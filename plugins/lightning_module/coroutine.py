@@ -1,4 +1,4 @@
-"""Run a function in a thread that alternates with its caller, to pause inside any call."""
+"""Coroutines based on threads: a function alternates with its caller, and can pause inside any call."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def run_server(pending: PendingServer, context: RunContext, *, bound: float, row
         return None
     if pending.succession.mastership.service == shard_service(0):
         return _lead_run(pending, context, bound=bound, rows=rows)
-    server = pending.serve(on_step=context.faults.report_step)  # on the leader, the training loop sets the steps
+    server = pending.serve(on_step=context.faults.report_step)  # on the leader, the training loop reports its steps
     server.master.log.ended.wait()
     return None
 

@@ -102,7 +102,10 @@ def write_csv(schedule: Any) -> str:
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B0,1B1", "the backward passes of stage 1 repeat micro-batch 0"),
         ("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0", "the backward passes of stage [01] are not in the order of micro-batches"),
         ("0F0,0B0\n1F0,1I0", "stage 1 needs a W pass for each I pass, in the same order. Use B for a backward pass in"),
-        ("0F0,0B0\n1W0,1F0,1I0", "stage 1 has the passes W, F, I of micro-batch 0, not F, B or F, I, W, in this order"),
+        (
+            "0F0,0B0\n1W0,1F0,1I0",
+            "stage 1 has the passes W, F, I for micro-batch 0; expected F, B or F, I, W, in that order",
+        ),
         (
             "0F0,0F1,0B0,0B1\n1F0,1F1,1I0,1B1,1W0",
             "last backward passes of stage 1 are not in the order of micro-batches",

@@ -113,7 +113,7 @@ def _direction(sweep: DictConfig, sweeper: DictConfig) -> str:
 
 
 def is_search() -> bool:
-    """Return whether the run belongs to a sweep whose sweeper uses the runs' values."""
+    """Return whether the run is part of a sweep whose sweeper optimizes a metric, unlike a plain grid."""
     hydra = HydraConfig.get()
     return str(hydra.mode).endswith("MULTIRUN") and "direction" in hydra.sweeper
 

@@ -226,8 +226,9 @@ def _check_plugins(manifest: Mapping[str, Any], plugins: Sequence[Plugin]) -> No
 
 def _check_digest(folder: Path, name: str, recorded: str | None) -> None:
     if recorded != compute_plugin_digest(folder):
+        fact = "is not in the record" if recorded is None else "differs from the record"
         raise ConfigError(
-            f"{folder} differs from the recorded plugin {name}, and the record was written by another user. "
+            f"the plugin {name} in {folder} {fact}, and the record was written by another user. "
             "Review the plugin, and start your own run with it; nothing was started."
         )
 

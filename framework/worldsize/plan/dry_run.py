@@ -53,7 +53,7 @@ def slowdown(settings: Settings, kind: str, *, at_once: int = 1, threads: int = 
 
 def _slowdown(settings: Settings, device: torch.device) -> float:
     recipe, strategy = settings.recipe, settings.strategy
-    numerics = replace(settings.numerics, compile=False)  # does not affect hooks and copies
+    numerics = replace(settings.numerics, compile=False)  # the slowdown comes from hooks and copies
     with world_seen_by(0, settings, device) as world:
         single = create_local_replica(
             recipe, recipe.model().to(device), RunContext(World.create_single(device), numerics)
@@ -91,10 +91,10 @@ def world_seen_by(rank: int, shape: RunShape, device: torch.device) -> Iterator[
 
 
 def check_alone(shape: RunShape) -> None:
-    """Check that ranks do not depend on data from their peers.
+    """Check that a rank can run without its peers, with fake collectives.
 
     Raises:
-        ConfigError: there are serving processes, or several pipeline stages.
+        ConfigError: the strategy has server processes, or several pipeline stages.
     """
     if any(role.serves for role in shape.roles.values()):
         raise ConfigError(

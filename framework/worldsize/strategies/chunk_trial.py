@@ -39,7 +39,7 @@ Its second argument is whether sequences are in chunks. The loss is None on a ra
 def try_chunks(
     recipe: Recipe, modules: Sequence[nn.Module], batch: MicroBatch, layout: ChunkLayout, run: Passes
 ) -> None:
-    """Compare ``modules`` and the loss in chunks and in whole sequences.
+    """Check that ``modules`` and the loss give the same results on chunks as on whole sequences.
 
     Only some tokens of ``batch`` are used. All ranks that share the model must call it together.
 

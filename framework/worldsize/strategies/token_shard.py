@@ -60,7 +60,7 @@ class TokenSplit:
         return TokenShard(_MovedTokens.apply(self.take_own, self.gather, whole), self)
 
     def can_divide(self, whole: Tensor) -> bool:
-        """Return whether ``whole`` is (batch, time, features), with ``time`` divisible over ranks."""
+        """Return whether ``whole`` is (batch, time, features), with ``time`` divisible by the group's size."""
         return whole.ndim == 3 and whole.shape[1] % self.group.size() == 0
 
     def take_own(self, whole: Tensor, dim: int = 1) -> Tensor:

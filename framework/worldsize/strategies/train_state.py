@@ -291,7 +291,8 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str,
 def _loads_caught(optimizer: Optimizer) -> Iterator[list[StateDict]]:
     """Collect states passed to ``load_state_dict`` within the context, without loading them.
 
-    torch's helper drops extra state, and may take a step, so counters must be restored before the actual load.
+    ``set_optimizer_state_dict`` drops extra state and may take a step. The caller undoes that step, and then loads the
+    whole state itself.
     """
     caught, own = list[StateDict](), vars(optimizer)
     before = {name: own[name] for name in ("load_state_dict",) if name in own}

@@ -72,9 +72,7 @@ def _read_header(file: ByteFile) -> tuple[numpy.dtype[Any], int]:
         raise ConfigError(f"{file.name} has {len(shape)} dimensions, expected 1. Flatten the array.")
     expected = head.tell() + shape[0] * dtype.itemsize
     if file.size != expected:
-        raise SampleError(
-            f"{file.name}, byte {file.size}: wrong file size, expected {expected} bytes. Copy the file again."
-        )
+        raise SampleError(f"{file.name} has {file.size} bytes, expected {expected} bytes. Copy the file again.")
     return dtype, head.tell()
 
 

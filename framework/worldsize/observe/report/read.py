@@ -94,7 +94,7 @@ def read_run(folder: Path, *, has_timing: bool = True, among: int = 1) -> Record
     Args:
         folder: The run folder.
         has_timing: Whether to read each rank's timing.
-        among: Number of runs that are read together; with many runs, fewer steps are read of each.
+        among: Number of runs that are read together; the more runs, the fewer steps are read from each.
 
     Raises:
         WorldsizeError: the folder is not a run, its manifest was edited, or a file cannot be read.

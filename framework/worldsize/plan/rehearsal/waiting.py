@@ -225,7 +225,11 @@ def _find_difference(group: Group, calls: Mapping[int, Sequence[Call]], ended: s
 
 
 def _find_unequal_parts(group: Group, there: Mapping[int, Call]) -> list[tuple[str, list[int]]] | None:
-    """Return the first two members of an all-to-all with unequal element counts."""
+    """Find the first two ranks of an all-to-all whose sent and expected element counts differ.
+
+    Returns:
+        A description and the ranks of both sides; None if all counts agree.
+    """
     if not any(call.parts for call in there.values()):
         return None
     for giver, taker in permutations(there, 2):

@@ -139,8 +139,8 @@ class PassTable:
                     own = [each.kind for each in mine if each.number == number]
                     if own not in ([_FORWARD, _BACKWARD], [_FORWARD, _INPUTS, _WEIGHTS]):
                         raise ConfigError(
-                            f"{_KEY}: stage {stage} has the passes {', '.join(own)} of "
-                            f"micro-batch {number}, not F, B or F, I, W, in this order."
+                            f"{_KEY}: stage {stage} has the passes {', '.join(own)} for "
+                            f"micro-batch {number}; expected F, B or F, I, W, in that order."
                         )
 
     def _check_order(self, stage: int, kind: str, found: Sequence[int]) -> None:

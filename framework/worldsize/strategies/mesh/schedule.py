@@ -228,7 +228,7 @@ def plan_passes(rank: int, ranks: int, *, stages: int, micro_batches: int, split
 
 @final
 class _Listed(_PipelineScheduleRuntime):
-    """Runs the listed passes of each rank, ``rows``."""
+    """A schedule given explicitly: ``rows[rank]`` lists the passes of each pipeline rank, in order."""
 
     def __init__(
         self, stages: list[PipelineStage], micro_batches: int, rows: Sequence[Sequence[_Action]], **options: Any

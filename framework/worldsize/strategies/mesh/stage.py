@@ -322,4 +322,4 @@ def _refusals_shown() -> Iterator[None]:
             raise
         refusal = error.__cause__
     if refusal is not None:
-        raise refusal  # raised outside the handler, to keep its own cause
+        raise refusal  # raised outside the handler, so that its __context__ is not overwritten

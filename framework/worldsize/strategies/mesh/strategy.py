@@ -312,7 +312,7 @@ class Mesh(Strategy):
         rest = part.size
         data = self.data or processes // rest
         if data * rest != processes:
-            given = {**part.sizes, "data": self.data}
+            given = part.sizes if self.data is None else {**part.sizes, "data": self.data}
             sizes = " × ".join(
                 f"strategy.{axis}={size}" for axis, size in given.items() if (axis, size) != ("context", 1)
             )
