@@ -169,6 +169,7 @@ def test_a_flip_has_keys_and_targets_of_its_own() -> None:
         ({"point": "step:forward"}, "unknown key 'point'"),
         ({"skp": 1}, "unknown key 'skp'; did you mean 'skip'?"),
         ({"bit": 64}, "faults.bit=64 must be"),
+        ({"target": "product", "name": "head"}, "name is not supported for target=product"),
         ({"rank": -1}, "faults.rank=-1 must be"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):

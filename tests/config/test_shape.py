@@ -148,6 +148,13 @@ def test_comparisons_that_a_run_cannot_make_are_refused(words: tuple[str, ...], 
     assert build_settings(compose_only([*AUDITED])).integrity.audit == 0.5
 
 
+def test_a_flip_that_no_replica_would_make_is_refused() -> None:
+    words = ["recipe=digits", "cluster.processes=2", "faults=[{action: flip, target: weight, rank: 1, step: 3}]"]
+    with pytest.raises(ConfigError, match="the fault action flip is not supported with LocalSGD"):
+        build_settings(compose_only([*words, "strategy=local_sgd"]))
+    assert build_settings(compose_only(words)).faults.planned[0].flip
+
+
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_cuda_graphs_are_refused_where_they_would_overwrite_gradients_or_follow_shards(mode: CompileMode) -> None:
     graphs = Numerics(compile=True, compile_mode=mode)

@@ -14,9 +14,9 @@ _BLOCK = 1024  # rows converted to int64 at once, which limits memory to about 8
 def digest_bits(tensor: Tensor) -> Tensor:
     """Return a digest of the bits of ``tensor`` (any shape and dtype): int64, a scalar on the same device.
 
-    Every change of a single bit changes it; other differences are missed with a probability of about 2^-32 or less. It
-    does not depend on shape or dtype, ignores zeros at the end, and is not cryptographic. A tensor of zeros has
-    digest 0.
+    A change of a single bit always changes it in tensors of up to 4 kB. Other differences are missed with a probability
+    of about 2^-32 or less. It does not depend on shape or dtype, ignores zeros at the end, and is not cryptographic. A
+    tensor of zeros has digest 0.
     """
     if tensor.layout is not torch.strided:
         sparse = (tensor if tensor.layout is torch.sparse_coo else tensor.detach().to_sparse()).coalesce()

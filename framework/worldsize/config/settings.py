@@ -32,6 +32,7 @@ from worldsize.config.shape import (
     check_compiles,
     check_copies,
     check_device,
+    check_flips,
     check_graphs,
     check_heals,
     check_integrity,
@@ -222,9 +223,11 @@ def load_settings(objects: Objects) -> Settings:
             check_node(node, allowed=objects.allowed, key=group)
     shape.check_batch(training.batch_size)
     recipe, initial = load_recipe(objects)
+    faults = Faults.from_rows(config["faults"])
     integrity = build_dataclass(IntegrityConfig, config.get("integrity", {}))
     if shape.trains:
         check_integrity(integrity, shape, recipe)
+        check_flips(faults, shape.strategy, recipe)
         check_remembers(recipe, shape.roles, shape.launcher, exact=shape.determinism.exact_mode)
         check_graphs(shape.numerics, cluster, shape.micro_batches, recipe)
     return Settings(
@@ -245,7 +248,7 @@ def load_settings(objects: Objects) -> Settings:
             AgentsConfig, config["cluster"], **({"topology": None} if "hosts" in config["cluster"] else {})
         ),
         recipe=recipe,
-        faults=Faults.from_rows(config["faults"]),
+        faults=faults,
         autoscaler=_autoscaler(objects, shape),
     )
 

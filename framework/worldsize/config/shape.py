@@ -25,6 +25,7 @@ from worldsize.core import (
 )
 from worldsize.devices import backend_for, backend_names
 from worldsize.errors import ConfigError, neighbours
+from worldsize.loop.faults import Faults
 from worldsize.world.roles import can_heal, count_at_most, get_blocks
 
 if TYPE_CHECKING:  # imports torch
@@ -463,6 +464,18 @@ def check_integrity(integrity: IntegrityConfig, shape: RunShape, recipe: Recipe)
     }.items():
         if applies:
             raise ConfigError(f"integrity.audit is not supported with {kind}, which {fact}. Set integrity.audit=0.")
+
+
+def check_flips(faults: Faults, strategy: Strategy, recipe: Recipe) -> None:
+    """Raise ConfigError if bits are to be flipped that this strategy or recipe would leave unchanged."""
+    if not any(fault.flip for fault in faults.planned):
+        return
+    if "integrity" not in strategy.supports or recipe.has_several_updates:
+        kind = type(recipe if "integrity" in strategy.supports else strategy).__name__
+        raise ConfigError(
+            f"the fault action flip is not supported with {kind}. Use a strategy such as ddp or fsdp and a recipe with "
+            "one update per step, or remove the fault."
+        )
 
 
 def check_resumes(recipe: Recipe, step: int, *, exact: str | None) -> None:

@@ -128,12 +128,25 @@ def _create_micro_batches(
         yield [MicroBatch(to_device(batch, device), order.step_seed(step, rank), step, rank) for rank, batch in ranked]
 
 
+@final
+class MicroBatchLoader:
+    """Loads single micro-batches of a map-style data set, of any step (from 1) and logical rank, in this process."""
+
+    def __init__(self, dataset: Any, order: Order, device: torch.device, collate: Collate = default_collate) -> None:
+        self._fetcher, self._order, self._device = _Fetcher(dataset, order, collate), order, device
+
+    def load(self, step: int, logical_rank: int) -> MicroBatch:
+        """Load the data of ``logical_rank`` for ``step``; this seeds all random generators."""
+        batch = self._fetcher.__getitems__((step, logical_rank))
+        seed = self._order.step_seed(step, logical_rank)
+        return MicroBatch(to_device(batch, self._device), seed, step, logical_rank)
+
+
 def load_micro_batch(
     dataset: Any, order: Order, device: torch.device, step: int, logical_rank: int, collate: Collate = default_collate
 ) -> MicroBatch:
-    """Load one micro-batch, of any step (from 1) and logical rank, from a map-style data set."""
-    batch = _Fetcher(dataset, order, collate).__getitems__((step, logical_rank))
-    return MicroBatch(to_device(batch, device), order.step_seed(step, logical_rank), step, logical_rank)
+    """Load one micro-batch, as :class:`MicroBatchLoader` does."""
+    return MicroBatchLoader(dataset, order, device, collate).load(step, logical_rank)
 
 
 class _Loaded(NamedTuple):

@@ -1,6 +1,7 @@
 """Flips configured bits of a process, as a failing processor or memory would.
 
-    train.py +integrity.audit=1 'faults=[{action: flip, target: gradient, rank: 1, step: 7}]'
+    train.py cluster.processes=3 logical_ranks=6 reproducibility=elastic integrity.audit=1 \\
+        'faults=[{action: flip, target: gradient, rank: 1, step: 7}]'
 
 Targets: batch (the data of a micro-batch), weight (in memory, before the step), activation (a module's output), product
 (the result of a matrix product, in the forward or backward pass), gradient (of a parameter, in one pass), and optimizer
@@ -18,7 +19,7 @@ from typing import Annotated, Any, final
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import BitFlips, FlipTarget
@@ -67,6 +68,7 @@ class PlannedFlip:
         self._random = random.Random(seed)
         self._seen = 0
         self._is_done = False
+        self._module: str | None = flip.name
 
     def is_due(self, step: int) -> bool:
         """Return whether a value of ``step`` may be changed."""
@@ -99,8 +101,10 @@ class PlannedFlip:
         memory[place * size + bit // 8] ^= 1 << bit % 8
 
     def draw_module(self, names: Sequence[str]) -> str:
-        """Return the module whose output changes."""
-        return self.flip.name if self.flip.name is not None else self._random.choice(names)
+        """Return the module whose output changes: one of ``names``, the same in all passes."""
+        if self._module is None:
+            self._module = self._random.choice(names)
+        return self._module
 
 
 def _find_offset(tensor: Tensor, index: int) -> int:
@@ -152,12 +156,13 @@ class _FlippedOutput:
     flips: ProcessFlips
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or not self.planned.is_due(self.flips.step):
+        leaves, structure = tree_flatten(output)
+        place = next((place for place, each in enumerate(leaves) if isinstance(each, Tensor)), None)
+        if place is None or not self.planned.is_due(self.flips.step):
             return output
-        changed = output.clone()
-        name = self.planned.flip.name
-        self.planned.change({"" if name is None else name: changed})
-        return changed
+        leaves[place] = leaves[place].clone()
+        self.planned.change({self.planned.flip.name or "": leaves[place]})
+        return tree_unflatten(leaves, structure)
 
 
 @final

@@ -236,6 +236,8 @@ def _parse_flip(row: Mapping[str, Any]) -> Fault:
     targets = get_args(FlipTarget)
     if (target := row.get("target")) not in targets:
         raise ConfigError(f"faults: unknown target {str(target)!r} of a flip{neighbours(str(target), targets)}")
+    if target == "product" and row.get("name") is not None:
+        raise ConfigError("faults: name is not supported for target=product, since products have no names. Remove it.")
     check_limits(Flip, {key: row[key] for key in row if key in bits}, key="faults")
     check_limits(Fault, {key: row[key] for key in row if key in times}, key="faults")
     flip = Flip(**{key: value for key, value in row.items() if key in bits})

@@ -1,8 +1,8 @@
 """Audits of gradients: a process computes its neighbor's logical ranks, too, and compares their bits.
 
 With ordered sums, every process computes the same bits for a logical rank. In an audited step, process p of P also
-computes the micro-batches of process p + 1, loading their data itself. Digests of each loss, gradient and changed
-buffer are combined into one number per process, and only these numbers are exchanged. If they differ, further passes
+computes the micro-batches of process p + 1, loading their data itself. Digests of each loss, gradient and saved buffer
+are combined into one number per process, and only these numbers are exchanged. If they differ, further passes
 vote: process p computes the micro-batches of process p - 1, so that three processes have computed each logical rank. Of
 two processes, both repeat all passes, which identifies a process that erred once.
 """
@@ -10,7 +10,6 @@ two processes, both repeat all passes, which identifies a process that erred onc
 from __future__ import annotations
 
 import json
-import pickle
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -269,14 +268,17 @@ def _find_minority(votes: Sequence[_Vote]) -> list[_Vote]:
     return [vote for vote in votes if vote.total != total] if 2 * count > len(votes) else []
 
 
-def _find_difference(one: Mapping[int, _Digests], other: Mapping[int, _Digests]) -> tuple[int, str]:
-    """Return the first logical rank and tensor with different digests: the loss, if it differs, else a gradient."""
-    for rank in sorted(one):
+def _find_difference(one: Mapping[Any, _Digests], other: Mapping[Any, _Digests]) -> tuple[int, str]:
+    """Return the first logical rank and tensor with different digests: the loss, if it differs, else a gradient.
+
+    The logical ranks are strings, the keys of JSON objects.
+    """
+    for rank in sorted(one, key=int):
         first, second = one[rank], other[rank]
         names = [LOSS, *first, *second]
         for name in names:
             if first.get(name, 0) != second.get(name, 0):
-                return rank, name
+                return int(rank), name
     raise AssertionError("the digests are equal")
 
 
@@ -330,7 +332,7 @@ def report_mismatch(context: RunContext, step: int, found: Mismatch | None) -> N
         where = (world.global_rank, socket.gethostname(), str(world.device))
         flags = [found.is_named(guilty=guilty) for guilty in (True, False)]
         own = (found.tensor, found.logical_rank, where, *flags)
-    named = [row for row in gather_values(own, whole, world.device) if row is not None]
+    named = [row for row in _gather_values(own, whole, world.device) if row is not None]
     guilty = [where for *_, where, is_guilty, _ in named if is_guilty]
     places = guilty or [where for *_, where, _, is_suspect in named if is_suspect]
     ranks, hosts, devices = zip(*places, strict=True)
@@ -355,30 +357,33 @@ def report_mismatch(context: RunContext, step: int, found: Mismatch | None) -> N
 
 
 def broadcast_value(value: _T, source: int, group: ProcessGroup, device: torch.device) -> _T:
-    """Return the plain value of rank ``source``; all ranks of ``group`` must call it. The wait ends with the gang."""
-    text = pickle.dumps(value) if group.rank() == source else b""
+    """Return the value of rank ``source``, converted to JSON and back; all ranks of ``group`` must call it.
+
+    The wait ends with the membership, unlike those of torch's functions for objects.
+    """
+    text = json.dumps(value).encode() if group.rank() == source else b""
     size = torch.tensor(len(text), device=device)
     start_collective(dist.broadcast, size, group=group, group_src=source).wait()
     message = _encode(text, int(size), device)
     start_collective(dist.broadcast, message, group=group, group_src=source).wait()
-    received: _T = pickle.loads(_decode(message))
+    received: _T = json.loads(_decode(message))
     return received
 
 
-def gather_values(value: Any, group: ProcessGroup, device: torch.device) -> list[Any]:
-    """Return the plain values of all ranks, which must all call it. The wait ends with the gang."""
-    text = pickle.dumps(value)
+def _gather_values(value: Any, group: ProcessGroup, device: torch.device) -> list[Any]:
+    """Return the values of all ranks, converted to JSON and back; all ranks of ``group`` must call it."""
+    text = json.dumps(value).encode()
     most = torch.tensor(len(text), device=device)
     start_collective(dist.all_reduce, most, op=dist.ReduceOp.MAX, group=group).wait()
     own = _encode(text, int(most), device)
     everyones = own.new_empty(group.size() * len(own))
     start_collective(dist.all_gather_into_tensor, everyones, own, group=group).wait()
-    return [pickle.loads(_decode(row)) for row in everyones.view(group.size(), -1)]
+    return [json.loads(_decode(row)) for row in everyones.view(group.size(), -1)]
 
 
 def _encode(text: bytes, size: int, device: torch.device) -> Tensor:
-    """Return bytes as uint8 (size,), padded with zeros, which pickle ignores."""
-    return torch.frombuffer(bytearray(text.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+    """Return bytes as uint8 (size,), padded with spaces, which JSON ignores."""
+    return torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8).to(device)
 
 
 def _decode(message: Tensor) -> bytes:

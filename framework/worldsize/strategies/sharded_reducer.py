@@ -231,7 +231,7 @@ class OrderedShardReducer(OrderedSums):
         kept = self._buffers.snapshot_buffers()
         self._scatters.begin_step(1, 0, logical_ranks=self._world.size)
         self._units.gradients.begin_step()
-        with set_gradients_aside(list(self._model.parameters())):
+        with set_gradients_aside(list(self._model.parameters())), self._units.order.step():
             try:
                 return backward(batch, 1.0)
             finally:

@@ -182,23 +182,24 @@ class SynchronousReplica(ModelReplica):
         flips = self._context.faults.flips
         if flips is not None:
             flips.flip("batch", {str(place): each for place, each in enumerate(tree_leaves(batch.data))})
-        with self._autocast(), flips.flipping_passes(self.model) if flips is not None else nullcontext():
-            compute = partial(self._compute_loss, batch)
-            loss, record = compute() if self._module is None else self._module(compute)
-        self._agreed.check_form(record)
-        self._context.faults.report_point("step:backward")
-        scaled = self._scale_loss(loss, record, scale)
         with flips.flipping_passes(self.model) if flips is not None else nullcontext():
-            if self._is_apart and finds_unused(self._module):  # DDP would mark parameters as used in the step
-                torch.autograd.grad(
-                    scaled, [each for each in self._parameters if each.requires_grad], allow_unused=True
-                )
-            elif self._module is self._root:
-                scaled.backward()  # type: ignore[no-untyped-call]
-            else:
-                backward(scaled)
+            with self._autocast():
+                compute = partial(self._compute_loss, batch)
+                loss, record = compute() if self._module is None else self._module(compute)
+            self._agreed.check_form(record)
+            self._context.faults.report_point("step:backward")
+            self._differentiate(self._scale_loss(loss, record, scale))
         self._context.faults.report_point("step:reduce")
         return record
+
+    def _differentiate(self, scaled: Tensor) -> None:
+        if self._is_apart and finds_unused(self._module):  # a backward pass would make DDP mark parameters as used
+            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            torch.autograd.grad(scaled, trained, allow_unused=True)
+        elif self._module is self._root:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        else:
+            backward(scaled)
 
     def _run_trial(self, batch: MicroBatch, _: bool) -> tuple[Loss, Mapping[str, Any]]:
         return (

@@ -35,7 +35,7 @@ from worldsize.core import (
 )
 from worldsize.data.batches import get_collate_fn, is_iterable
 from worldsize.data.data_wait import Patience
-from worldsize.data.loader import load_micro_batch
+from worldsize.data.loader import MicroBatchLoader
 from worldsize.loop.before_update import BeforeUpdate
 from worldsize.observe.events import EventLog
 from worldsize.observe.health.files import AlertNews
@@ -174,8 +174,11 @@ class _RunData(DataSource):
 
     def load_micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
         """Load the data of any step and logical rank, without injecting faults."""
-        train, device = self._resources.train, self._world.device
-        return load_micro_batch(train, self._order, device, step, logical_rank, self._collate)
+        return self._loader.load(step, logical_rank)
+
+    @cached_property
+    def _loader(self) -> MicroBatchLoader:
+        return MicroBatchLoader(self._resources.train, self._order, self._world.device, self._collate)
 
     def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
         self._settings.faults.report_point("evaluate:begin")
