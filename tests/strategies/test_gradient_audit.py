@@ -15,9 +15,9 @@ from torch import nn
 from worldsize.core import BitMismatch, FlipTarget, IntegrityConfig, Numerics, Recipe, Strategy, World
 from worldsize.errors import BitMismatchError
 from worldsize.loop.bit_flips import Flip
+from worldsize.strategies.bit_mismatch import Mismatch, report_mismatch
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
-from worldsize.strategies.gradient_audit import Mismatch, report_mismatch
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.flips import FlipCase, FlipResult, FlipTrial, draw_flips, run_flips

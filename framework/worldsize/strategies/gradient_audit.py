@@ -10,12 +10,11 @@ two processes, both repeat all passes, which identifies a process that erred onc
 from __future__ import annotations
 
 import json
-import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -25,17 +24,15 @@ from torch.distributed import ProcessGroup
 from worldsize.collectives.bit_digest import digest_bits
 from worldsize.collectives.group import start_collective
 from worldsize.collectives.per_rank import get_local_shard
-from worldsize.core import BitMismatch, Dealing, MicroBatch, RunContext, World
+from worldsize.core import Dealing, MicroBatch, RunContext
 from worldsize.data.order import assign_logical_ranks
-from worldsize.errors import BitMismatchError
 from worldsize.seeds import derive_seed
+from worldsize.strategies.bit_mismatch import Mismatch, broadcast_value, get_whole_group, report_mismatch
 from worldsize.strategies.declared_buffers import buffer_slots
 from worldsize.strategies.model_replica import keep_buffers
 from worldsize.strategies.step_buffers import KeptBuffers
 
 LOSS = "loss"
-WHOLE = "whole"  # in World.groups: all training processes, if the world is only those with the same part of the model
-_T = TypeVar("_T")
 _Digests = dict[str, int]  # digest of each tensor of a pass, by its name
 _Pass = Callable[[MicroBatch], Tensor]  # computes a pass apart from the step; returns the loss
 
@@ -280,111 +277,3 @@ def _find_difference(one: Mapping[Any, _Digests], other: Mapping[Any, _Digests])
             if first.get(name, 0) != second.get(name, 0):
                 return int(rank), name
     raise AssertionError("the digests are equal")
-
-
-def get_whole_group(world: World) -> ProcessGroup:
-    """Return the group of all training processes, of which ``world`` may be a part with other tensors."""
-    group = world.groups.get(WHOLE, world.group)
-    assert group is not None
-    return group
-
-
-@final
-@dataclass(frozen=True)
-class Mismatch:
-    """A mismatch between processes of ``group``.
-
-    Attributes:
-        tensor: Description of the first differing tensor.
-        group: The processes that compared their bits.
-        guilty: Ranks in ``group`` whose bits differ from the majority's; empty if there is no majority.
-        suspects: All ranks in ``group`` that took part.
-        logical_rank: Logical rank of the micro-batch, if the tensor belongs to one.
-    """
-
-    tensor: str
-    group: ProcessGroup
-    guilty: Set[int]
-    suspects: Set[int]
-    logical_rank: int | None = None
-
-    def is_named(self, *, guilty: bool) -> bool:
-        """Return whether this process is guilty, or with ``guilty=False``, whether it took part."""
-        return self.group.rank() in (self.guilty if guilty else self.suspects)
-
-
-def report_mismatch(context: RunContext, step: int, found: Mismatch | None) -> None:
-    """Report a mismatch of bits; then end this process or all of them, or let the gang heal, as configured.
-
-    All training processes must call it.
-
-    Args:
-        context: Context of the run.
-        step: The step that was computed, or is to be computed next.
-        found: The mismatch; None if the processes with which this one compared its bits agree.
-
-    Raises:
-        BitMismatchError: the run must end, or this process must.
-    """
-    world, whole = context.world, get_whole_group(context.world)
-    own = None
-    if found is not None:
-        where = (world.global_rank, socket.gethostname(), str(world.device))
-        flags = [found.is_named(guilty=guilty) for guilty in (True, False)]
-        own = (found.tensor, found.logical_rank, where, *flags)
-    named = [row for row in _gather_values(own, whole, world.device) if row is not None]
-    guilty = [where for *_, where, is_guilty, _ in named if is_guilty]
-    places = guilty or [where for *_, where, _, is_suspect in named if is_suspect]
-    ranks, hosts, devices = zip(*places, strict=True)
-    (tensor, logical_rank, *_), action = named[0], context.integrity.on_mismatch
-    event = BitMismatch(
-        step,
-        tensor,
-        ranks=ranks if guilty else (),
-        hosts=hosts,
-        devices=devices,
-        suspects=() if guilty else ranks,
-        logical_rank=logical_rank,
-    )
-    context.emit(event)
-    if action == "warn":
-        return
-    is_guilty, ends_run = world.global_rank in ranks, action == "stop" or not guilty
-    if ends_run or is_guilty:
-        raise BitMismatchError(f"{event.describe()} {event.remedy}", is_guilty=is_guilty, ends_run=ends_run)
-    # the guilty processes never take part, so this ends with the membership
-    start_collective(dist.all_reduce, torch.zeros(1, device=world.device), group=whole).wait()
-
-
-def broadcast_value(value: _T, source: int, group: ProcessGroup, device: torch.device) -> _T:
-    """Return the value of rank ``source``, converted to JSON and back; all ranks of ``group`` must call it.
-
-    The wait ends with the membership, unlike those of torch's functions for objects.
-    """
-    text = json.dumps(value).encode() if group.rank() == source else b""
-    size = torch.tensor(len(text), device=device)
-    start_collective(dist.broadcast, size, group=group, group_src=source).wait()
-    message = _encode(text, int(size), device)
-    start_collective(dist.broadcast, message, group=group, group_src=source).wait()
-    received: _T = json.loads(_decode(message))
-    return received
-
-
-def _gather_values(value: Any, group: ProcessGroup, device: torch.device) -> list[Any]:
-    """Return the values of all ranks, converted to JSON and back; all ranks of ``group`` must call it."""
-    text = json.dumps(value).encode()
-    most = torch.tensor(len(text), device=device)
-    start_collective(dist.all_reduce, most, op=dist.ReduceOp.MAX, group=group).wait()
-    own = _encode(text, int(most), device)
-    everyones = own.new_empty(group.size() * len(own))
-    start_collective(dist.all_gather_into_tensor, everyones, own, group=group).wait()
-    return [json.loads(_decode(row)) for row in everyones.view(group.size(), -1)]
-
-
-def _encode(text: bytes, size: int, device: torch.device) -> Tensor:
-    """Return bytes as uint8 (size,), padded with spaces, which JSON ignores."""
-    return torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8).to(device)
-
-
-def _decode(message: Tensor) -> bytes:
-    return bytes(message.cpu().numpy())

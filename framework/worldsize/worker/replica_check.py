@@ -17,7 +17,7 @@ from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import Replica, RunContext
 from worldsize.healing.pieces import collect_pieces
 from worldsize.seeds import derive_seed
-from worldsize.strategies.gradient_audit import Mismatch, broadcast_value, report_mismatch
+from worldsize.strategies.bit_mismatch import Mismatch, broadcast_value, report_mismatch
 
 
 @final

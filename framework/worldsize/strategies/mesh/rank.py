@@ -18,10 +18,10 @@ from worldsize.core import ONE_UPDATE, MicroBatch, Numerics, Recipe, Reduction, 
 from worldsize.errors import ConfigError
 from worldsize.optimizers.groups import create_optimizer
 from worldsize.seeds import keep_generators
+from worldsize.strategies.bit_mismatch import WHOLE
 from worldsize.strategies.chunk_tensor import ChunkLayout
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.deferred_weights import allow_deferring
-from worldsize.strategies.gradient_audit import WHOLE
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, Observe
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.mesh.groups import MeshGroups
