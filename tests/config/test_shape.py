@@ -9,7 +9,14 @@ import pytest
 
 from worldsize.config.compose import compose_only
 from worldsize.config.composed import build_settings
-from worldsize.config.shape import check_gpus, check_graphs, check_heals, count_training_nodes, resolve_processes
+from worldsize.config.shape import (
+    check_gpus,
+    check_graphs,
+    check_heals,
+    check_operations,
+    count_training_nodes,
+    resolve_processes,
+)
 from worldsize.core import Cluster, Numerics, Role
 from worldsize.core.numerics import CompileMode
 from worldsize.errors import ConfigError
@@ -17,6 +24,7 @@ from worldsize.launch.local import Local
 from worldsize.launch.ssh import Ssh
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.testing.loss_loops import Contrast
 from worldsize.testing.recipes import Chain, TwoPlayers
 
 BASE: dict[str, Any] = {"nodes": 1, "device": "cpu", "processes": None, "processes_per_node": None}
@@ -174,3 +182,24 @@ def test_cuda_graphs_are_refused_where_they_would_overwrite_gradients_or_follow_
         ):
             strategy.check_numerics(graphs)
         strategy.check_numerics(replace(graphs, compile_mode="default"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("cluster.processes=2", "integrity.replicas=1"),
+            "integrity.audit or integrity.replicas: .* integrity.audit=0",
+        ),
+        (("cluster.processes=2", "reproducibility=elastic", "integrity.audit=0.5"), "integrity.audit or"),
+    ],
+)
+def test_steps_whose_operations_cannot_be_compared_are_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"operations cannot be compared with .*{message}"):
+        build_settings(compose_only(["recipe=digits", "profile.operations=1", *words]))
+
+
+def test_operations_of_losses_on_gathered_features_are_refused() -> None:
+    settings = build_settings(compose_only(["recipe=digits", "profile.operations=1"]))
+    with pytest.raises(ConfigError, match=r"with Contrast: its loss combines .* without --operations\."):
+        check_operations(settings, settings.integrity, Contrast())

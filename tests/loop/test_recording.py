@@ -36,20 +36,27 @@ class ScaledLast(Chain):
         return loss * 1.5 if (batch.logical_rank, batch.step) == (RANKS - 1, STEPS) else loss
 
 
-def train(world: World, recipe: Recipe, strategy: Strategy, folder: Path | None) -> list[Tensor]:
-    """Train, record the last step unless ``folder`` is None, and return the weights."""
+def train(
+    world: World, recipe: Recipe, strategy: Strategy, folder: Path | None, *, resumes: bool = False
+) -> list[Tensor]:
+    """Train, record the last step unless ``folder`` is None, and return the weights.
+
+    ``resumes``: load the state again before the last step.
+    """
     inner = strategy.replica(recipe, RunContext(world, logical_ranks=RANKS, workers=world.size))
     recorded = partial(RecordingReplica, inner, recipe, rank=world.rank, step=STEPS, saved=None)
     replica = inner if folder is None else recorded(folder)
     order = Order(3, 24, RANKS, assign_logical_ranks(world.rank, world.size, RANKS))
     batches = micro_batches(recipe.data("train"), order, world.device)
-    for _ in range(STEPS):
+    for step in range(1, STEPS + 1):
+        if resumes and step == STEPS:
+            replica.load(replica.state())
         replica.step(next(batches))
     return [weight.clone() for weight in inner.trained_weights().values()]
 
 
-def record(folder: Path, recipe: Recipe, strategy: Strategy, processes: int) -> Path:
-    run_in_worlds(lambda world: train(world, recipe, strategy, folder), processes)
+def record(folder: Path, recipe: Recipe, strategy: Strategy, processes: int, *, resumes: bool = False) -> Path:
+    run_in_worlds(lambda world: train(world, recipe, strategy, folder, resumes=resumes), processes)
     return folder
 
 
@@ -87,6 +94,20 @@ def test_recording_does_not_change_the_trained_weights(recipe: Recipe, tmp_path:
     world = World.create_single(torch.device("cpu"))
     plain, recorded = (train(world, recipe, Single(), folder) for folder in (None, tmp_path))
     assert all(map(torch.equal, plain, recorded))
+
+
+def test_the_discarded_pass_of_a_resumed_ddp_is_not_recorded(tmp_path: Path) -> None:
+    one, two = (record(tmp_path / str(resumes), Chain(), DDP(), 2, resumes=resumes) for resumes in (False, True))
+    assert find_first_difference(one, two, step=STEPS) is None
+
+
+def test_a_recipe_keeps_the_methods_that_it_has_set_itself(tmp_path: Path) -> None:
+    recipe = Chain()
+    own = recipe.micro_batch_loss
+    vars(recipe)["micro_batch_loss"] = own
+    train(World.create_single(torch.device("cpu")), recipe, Single(), tmp_path)
+    assert vars(recipe)["micro_batch_loss"] is own
+    assert "micro_batch_updates" not in vars(recipe)
 
 
 def test_training_stops_after_the_recorded_step() -> None:

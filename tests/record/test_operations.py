@@ -310,6 +310,14 @@ def test_the_first_step_that_differs_is_that_of_the_states_after_it(tmp_path: Pa
     assert find_first_step(first, write("d", "abcd"), until=9) == 9
 
 
+def test_empty_tensors_are_not_taken_for_one_another(tmp_path: Path) -> None:
+    with OperationRecorder(tmp_path):
+        torch.ones(0)
+        (torch.zeros(0) * 2).sum()
+    (stream,) = list_streams(tmp_path)
+    assert {writer for each in read_operations(tmp_path, stream) for writer in each.writers} == {""}
+
+
 def test_uninitialized_memory_and_expanded_tensors_are_not_compared(tmp_path: Path) -> None:
     with OperationRecorder(tmp_path):
         x = torch.empty(4)

@@ -216,8 +216,6 @@ def load_settings(objects: Objects) -> Settings:
     keep = objects.build_cached_object("checkpoint.keep", config["checkpoint"]["keep"], Retention)
     checkpoint = build_dataclass(CheckpointConfig, config["checkpoint"], keep=keep)
     observe = _build_observe_config(config, _listeners(objects), cluster)
-    if observe.profile.operations is not None:
-        check_operations(shape)
     for group in ("optimizer", "schedule", "data"):  # errors then mention these keys, which users know
         if (node := config[group]) and any(node == value for value in config["recipe"].values()):
             check_node(node, allowed=objects.allowed, key=group)
@@ -225,6 +223,8 @@ def load_settings(objects: Objects) -> Settings:
     recipe, initial = load_recipe(objects)
     faults = Faults.from_rows(config["faults"])
     integrity = build_dataclass(IntegrityConfig, config.get("integrity", {}))
+    if observe.profile.operations is not None:
+        check_operations(shape, integrity, recipe)
     if shape.trains:
         check_integrity(integrity, shape, recipe)
         check_flips(faults, shape.strategy, recipe)

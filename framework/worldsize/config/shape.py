@@ -263,8 +263,8 @@ def check_activations(numerics: Numerics, strategy: Strategy, cluster: Cluster) 
         )
 
 
-def check_operations(shape: RunShape) -> None:
-    """Raise ConfigError if the operations of a step cannot be recorded with these settings."""
+def check_operations(shape: RunShape, integrity: IntegrityConfig, recipe: Recipe) -> None:
+    """Raise ConfigError if the operations of a step cannot be recorded with these settings and ``recipe``."""
     name, numerics = type(shape.strategy).__name__, shape.numerics
     refusals = {
         f"the strategy {name}: the operations of a logical rank are spread over processes": (
@@ -287,6 +287,14 @@ def check_operations(shape: RunShape) -> None:
         f"{shape.cluster.nodes} nodes": (
             shape.cluster.nodes > 1 or not isinstance(shape.launcher, Launcher),
             "Train both runs with cluster=laptop",
+        ),
+        "integrity.audit or integrity.replicas: audits repeat the passes of other processes": (
+            bool(integrity.audit or integrity.replicas),
+            "Train both runs with integrity.audit=0 and integrity.replicas=0",
+        ),
+        f"{type(recipe).__name__}: its loss combines the features of all logical ranks": (
+            isinstance(recipe, FeatureRecipe),
+            "Compare the logged metrics and weights instead, without --operations",
         ),
     }
     for fact, (is_refused, remedy) in refusals.items():

@@ -118,9 +118,13 @@ def _attribute_passes(recipe: Recipe, recorder: OperationRecorder) -> Iterator[N
                     return end.value
             yield update
 
-    # attributes of the object, since strategies check the class of a recipe
-    vars(recipe).update(micro_batch_loss=micro_batch_loss, micro_batch_updates=micro_batch_updates)
+    # attributes of the object, since strategies check the class of a recipe; it may have set some of its own
+    wrappers = {"micro_batch_loss": micro_batch_loss, "micro_batch_updates": micro_batch_updates}
+    previous = {name: vars(recipe)[name] for name in wrappers if name in vars(recipe)}
+    vars(recipe).update(wrappers)
     try:
         yield
     finally:
-        del vars(recipe)["micro_batch_loss"], vars(recipe)["micro_batch_updates"]
+        for name in wrappers:
+            del vars(recipe)[name]
+        vars(recipe).update(previous)

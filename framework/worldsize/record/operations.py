@@ -1,7 +1,8 @@
 """Records the operations of a training step: their names, digests, modules and source lines, one JSON line each.
 
 Each logical rank has a file for its forward and backward passes, and each process one for the rest: the state before
-the step, sums of gradients, and updates. Files are written as the step runs, so memory does not grow with the model.
+the step, sums of gradients, and updates. Files are written as the step runs. Memory holds a copy of the current tensor,
+and a short entry for each operation and each tensor that it writes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,6 +51,7 @@ _TORCH, _FRAMEWORK = Path(torch.__file__).parent, Path(__file__).parents[1]
 _OPTIMIZERS, _ENGINE = f"{_TORCH}/optim/", f"{_TORCH}/autograd/graph.py"
 _MODULE_CALL = (f"{_TORCH}/nn/modules/module.py", "_call_impl")
 _INTERNAL = (f"{_TORCH}/", f"{_FRAMEWORK}/", f"{Path(contextmanager.__code__.co_filename).parent}/", "<")
+_active: ContextVar[OperationRecorder | None] = ContextVar("active recorder", default=None)
 
 
 @final
@@ -123,6 +126,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> OperationRecorder:
         here = inspect.currentframe()
         self._outermost = here.f_back if here else None
+        _active.set(self)
         self._hooks = [
             register_optimizer_step_pre_hook(self._begin_update),
             register_optimizer_step_post_hook(self._end_update),
@@ -133,6 +137,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._outermost = None
+        _active.set(None)
         for hook in self._hooks:
             hook.remove()
         for file in self._files.values():
@@ -141,9 +146,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def compute(self, model: nn.Module, data: Any, *, logical_rank: int) -> Iterator[None]:
         """Attribute operations in this block, and of later backward passes, to a logical rank's pass over ``data``."""
+        if self._is_paused:
+            yield
+            return
         if not self._modules:
             self._modules = {module: name or MODEL for name, module in model.named_modules()}
-            self._names = {_get_address(parameter): name for name, parameter in model.named_parameters()}
+            self._names = {address: name for name, each in model.named_parameters() if (address := _get_address(each))}
         rank = f"rank_{logical_rank:05d}"
         if rank not in self._files:
             tensors = {f"data[{index}]": tensor for index, tensor in enumerate(_list_tensors(data))}
@@ -158,17 +166,25 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def add_tensors(self, phase: Phase, tensors: Mapping[str, Tensor], *, stream: str | None = None) -> None:
         """Record tensors that the step starts or ends with, by name."""
-        self._is_paused = True
-        for name, tensor in tensors.items():
-            row = {"phase": phase, "name": TENSOR, "module": name, "line": "", "inputs": []}
-            self._write_row(stream or self._process, row, [tensor], [digest_tensor(tensor)])
-        self._is_paused = False
+        with self.pause():
+            for name, tensor in tensors.items():
+                row = {"phase": phase, "name": TENSOR, "module": name, "line": "", "inputs": []}
+                self._write_row(stream or self._process, row, [tensor], [digest_tensor(tensor)])
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do not record the operations in this block."""
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = was_paused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._is_paused or _get_short_name(func) in _SAME_BITS or func.namespace == "profiler":
             result = func(*args, **(kwargs or {}))
             if _get_short_name(func) in _UNSET:
-                self._writers |= dict.fromkeys(map(_get_address, _list_tensors(result)), "")
+                self._writers |= dict.fromkeys(_list_addresses(_list_tensors(result)), "")
             return result
         declared = func._schema.arguments
         arguments = dict(zip((each.name for each in declared), args, strict=False)) | (kwargs or {})
@@ -210,11 +226,11 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._files[stream] = (self._folder / f"{stream}.jsonl").open("w")
         self._files[stream].write(json.dumps(row) + "\n")
         written = f"{stream}/{self._number}" if writer is None else writer
-        self._writers |= dict.fromkeys(map(_get_address, outputs), written)
+        self._writers |= dict.fromkeys(_list_addresses(outputs), written)
         self._number += 1
 
     def _get_writer(self, tensor: Tensor) -> str:
-        return self._writers.get(_get_address(tensor), "") if _is_dense(tensor) else ""
+        return self._writers.get(_get_address(tensor), "")
 
     def _find_phase(self, func: Any) -> tuple[Phase, str]:
         """Return the phase of the current operation, and its stream."""
@@ -230,7 +246,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the module and the source line of the current operation."""
         module, line = self._find_frame(phase)
         if phase == "optimizer":
-            names = (self._names.get(_get_address(tensor)) for tensor in tensors if _is_dense(tensor))
+            names = (self._names.get(address) for address in _list_addresses(tensors))
             self._parameter = next(filter(None, names), self._parameter)  # otherwise a temporary of the same parameter
             return self._parameter, line
         if phase == "backward":
@@ -268,11 +284,18 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._updates = True
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             name = self._names.get(_get_address(parameter), "")
-            for tensor in _list_tensors([parameter.grad, list(optimizer.state.get(parameter, {}).values())]):
-                self._names[_get_address(tensor)] = name
+            tensors = _list_tensors([parameter.grad, list(optimizer.state.get(parameter, {}).values())])
+            self._names |= dict.fromkeys(_list_addresses(tensors), name)
 
     def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._updates = False
+
+
+@contextmanager
+def pause_recording() -> Iterator[None]:
+    """Do not record the operations in this block, such as a pass whose gradients are discarded."""
+    with recorder.pause() if (recorder := _active.get()) else nullcontext():
+        yield
 
 
 @cache
@@ -319,7 +342,12 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _get_address(tensor: Tensor) -> int:
+    """Return the address of a dense tensor; 0 for empty and other tensors, which share no memory."""
     return tensor.data_ptr() if _is_dense(tensor) else 0
+
+
+def _list_addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [address for address in map(_get_address, tensors) if address]
 
 
 def digest_tensor(tensor: Tensor) -> str:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worldsize.collectives.ordered import Counter, Tree, gather_mean, reduce_ordered, sum_level
 from worldsize.collectives.staged import Phases, Staged
 from worldsize.core import MicroBatch, StateDict
+from worldsize.record.operations import pause_recording
 from worldsize.strategies.gradient_reducer import (
     Backward,
     GradientReducer,
@@ -136,13 +137,14 @@ class AllReduceReducer(GradientReducer):
 
     def _run_discarded_pass(self, backward: Callable[[float], LossRecord]) -> None:
         """Run a pass and discard its gradients and buffer changes."""
-        kept = self._buffers.snapshot_buffers()
-        try:
-            backward(0.0)
-            check_reduced(self._module)
-        finally:  # also if a peer dies during the pass
-            kept.restore()
-        self._module.zero_grad()
+        with pause_recording():
+            kept = self._buffers.snapshot_buffers()
+            try:
+                backward(0.0)
+                check_reduced(self._module)
+            finally:  # also if a peer dies during the pass
+                kept.restore()
+            self._module.zero_grad()
 
     def state(self) -> StateDict:
         return {} if self._hook is None else self._hook.state()
