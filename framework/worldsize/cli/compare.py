@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, final
+from typing import Literal, TextIO, final
 
 from rich.console import Console
 
@@ -36,7 +36,7 @@ from worldsize.strict_json import sanitize_json
 from worldsize.world.processes import PREEMPTED
 from worldsize.world.scratch import temporary_folder
 
-EXIT_CODES = {"bitwise identical": 0, "within tolerance": 3, "different": 4}
+EXIT_CODES = {"bitwise identical": 0, "within tolerance": 3, "different": 4, "not reproduced": 4}
 TOLERANCE = 0.01
 
 
@@ -50,14 +50,21 @@ def main() -> None:
     )
     parser.add_argument("--yes", action="store_true", help="with --operations, run another user's code without asking")
     add_report_options(parser)
+    parser.epilog = f"{parser.epilog} With --operations, 4 also if training again gives equal results."
+    parser.set_defaults(tolerance=None)
     options = parser.parse_args()
+    if options.operations and options.tolerance is not None:
+        parser.error("--tolerance is not supported with --operations, which compares bits. Remove --tolerance.")
+    if options.yes and not options.operations:
+        parser.error("--yes requires --operations: without it, no code is run. Remove --yes.")
+    tolerance = TOLERANCE if options.tolerance is None else options.tolerance
     try:
         first, second = (read_run(path) for path in options.runs)
-        comparison = compare_runs(first.directory.path, second.directory.path, tolerance=options.tolerance)
+        comparison = compare_runs(first.directory.path, second.directory.path, tolerance=tolerance)
         if options.operations:
             report = compare_operations(first, second, comparison, yes=options.yes)
             show_report(report, as_json=options.json)
-            exit_process(EXIT_CODES["different" if report.difference else "bitwise identical"])
+            exit_process(EXIT_CODES[report.verdict])
     except WorldsizeError as error:
         sys.exit(report_error(error))
     show_comparison(comparison, as_json=options.json)
@@ -85,19 +92,26 @@ def show_comparison(comparison: Comparison, *, as_json: bool) -> None:
 @final
 @dataclass(frozen=True)
 class OperationsReport:
-    """The first operation that differs; None if none does. ``remarks`` concern the repeated runs."""
+    """The first operation that differs, if any.
 
-    difference: FirstDifference | None
+    Attributes:
+        verdict: "not reproduced" if the records differ or are incomplete, but training again gave equal results.
+        difference: The operation in both runs.
+        remarks: Remarks on the repeated runs.
+    """
+
+    verdict: Literal["bitwise identical", "different", "not reproduced"]
+    difference: FirstDifference | None = None
     remarks: Sequence[str] = ()
 
 
 def show_report(report: OperationsReport, *, as_json: bool) -> None:
     if as_json:
         difference = report.difference.describe() if report.difference else None
-        plain = {"verdict": "different" if difference else "bitwise identical", "difference": difference}
-        print(json.dumps(sanitize_json({**plain, "remarks": list(report.remarks)}), indent=2))
+        plain = {"verdict": report.verdict, "difference": difference, "remarks": list(report.remarks)}
+        print(json.dumps(sanitize_json(plain), indent=2))
     else:
-        Console().print(operations_table(report.difference, report.remarks))
+        Console().print(operations_table(report.difference, report.remarks, verdict=report.verdict))
 
 
 def compare_operations(first: RunView, second: RunView, comparison: Comparison, *, yes: bool) -> OperationsReport:
@@ -108,7 +122,9 @@ def compare_operations(first: RunView, second: RunView, comparison: Comparison, 
             failed.
     """
     if comparison.verdict == "bitwise identical":
-        return OperationsReport(None, ["the recorded runs are bitwise identical; nothing was trained"])
+        return OperationsReport(
+            "bitwise identical", remarks=["the recorded runs are bitwise identical; nothing was trained"]
+        )
     until = _find_differing_step(first, second, comparison)
     shared = _find_shared_checkpoint(first, second, before=until)
     same_processes = _count_processes(first) == _count_processes(second)
@@ -132,8 +148,17 @@ def compare_operations(first: RunView, second: RunView, comparison: Comparison, 
             )
             found = found.measure(one, other)
     if found is None:
-        remarks.append("the recorded runs differ, but training them again here gave the same results")
-    return OperationsReport(found, remarks)
+        return OperationsReport("not reproduced", remarks=[*remarks, *_explain_equal_results(comparison)])
+    return OperationsReport("different", found, remarks)
+
+
+def _explain_equal_results(comparison: Comparison) -> Iterator[str]:
+    """Yield remarks on runs whose repetitions are equal."""
+    if comparison.missing and all(each.is_equal for each in (*comparison.metrics, *comparison.tensors)):
+        yield "the values in both records are equal, and training again gave equal results"
+        yield from (f"not compared: {text}" for text in comparison.missing)
+    else:
+        yield "the recorded runs differ, but training again gave equal results"
 
 
 @contextmanager
@@ -186,11 +211,9 @@ def _count_processes(run: RunView) -> int:
 
 
 def _prepare(run: RunView, runs: Path, log: TextIO, *, yes: bool) -> AbstractContextManager[Checkout]:
-    """Prepare to train a run again without its loggers and faults."""
-    recorded = [str(word) for word in run.manifest["overrides"]]
-    logger = [] if any(word.lstrip("+~").startswith("logger.") for word in recorded) else ["logger=none"]
-    options = [*logger, "faults=[]", "profile.steps=null"]
-    return Reproduction(run, options, runs=runs, yes=yes, output=log).prepare()
+    """Prepare to train a run again without its loggers, faults and audits."""
+    options = ["logger=none", "faults=[]", "profile.steps=null", "integrity.audit=0", "integrity.replicas=0"]
+    return Reproduction(run, options, drop="logger", runs=runs, yes=yes, output=log).prepare()
 
 
 @final

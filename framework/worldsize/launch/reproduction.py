@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -71,6 +72,7 @@ class Reproduction:
     Attributes:
         recorded: The run.
         overrides: Options typed now; they replace recorded ones.
+        drop: Section of the configuration whose recorded overrides are dropped, such as ``logger``.
         runs: Parent of the new run's folder; None: next to the recorded run, or else in the working directory.
         yes: Whether to run another user's code without asking.
         approximate: Whether to continue if recorded changes of the code are missing.
@@ -82,6 +84,7 @@ class Reproduction:
 
     recorded: RunView
     overrides: Sequence[str] = ()
+    drop: str | None = None
     runs: Path | None = None
     yes: bool = False
     approximate: bool = False
@@ -156,7 +159,10 @@ class Reproduction:
         manifest, own = self.recorded.manifest, self.recorded.is_own
         typed = {parse_override_key(word) for word in self.overrides}
         recorded = [
-            word for word in read_recorded_overrides(manifest, own=own) if parse_override_key(word) not in typed
+            word
+            for word in read_recorded_overrides(manifest, own=own)
+            if (key := parse_override_key(word)) not in typed
+            and (self.drop is None or re.split(r"[./@]", key)[0] != self.drop)
         ]
         begun = manifest["config"].get("init_from")  # the checkpoint that was used, even if init_from names a run
         pinned = [format_override("init_from", begun)] if begun and "init_from" not in typed else []

@@ -50,7 +50,11 @@ def _collect_rows(result: Mapping[str, Any], folder: Path) -> Iterator[tuple[str
     yield "run", printable(str(folder))
 
 
-_COLOURS = {"bitwise identical": "bold green", "within tolerance": "bold yellow", "different": "bold red"}
+_COLOURS = {
+    **dict.fromkeys(("within tolerance", "not reproduced"), "bold yellow"),
+    "bitwise identical": "bold green",
+    "different": "bold red",
+}
 _WIDTH = 160  # columns of a table outside of a terminal
 _SHOWN = 20  # maximum number of tensors shown, the most divergent first
 
@@ -105,11 +109,11 @@ def _format_cells(row: Divergence) -> tuple[str, ...]:
     return (step, f"{row.absolute:.3g}", f"{row.relative:.3g}", f"{row.ulp:,}")
 
 
-def operations_table(difference: FirstDifference | None, remarks: Sequence[str]) -> RenderableType:
-    """Build a table of the first operation that differs in two runs, its size, and remarks."""
-    notes = [Text(printable(remark)) for remark in remarks]
+def operations_table(difference: FirstDifference | None, remarks: Sequence[str], *, verdict: str) -> RenderableType:
+    """Build a table of the first operation that differs in two runs, its size, remarks, and the verdict."""
+    notes = [*(Text(printable(remark)) for remark in remarks), Text(verdict, style=_COLOURS[verdict])]
     if difference is None:
-        return Group(*notes, Text("no operation differs", style=_COLOURS["bitwise identical"]))
+        return Group(*notes)
     table = Table("", "first run", "second run", box=None, pad_edge=False)
     rows = [_describe_operation(each) for each in (difference.first, difference.second)]
     for name in dict.fromkeys([*rows[0], *rows[1]]):
@@ -119,7 +123,7 @@ def operations_table(difference: FirstDifference | None, remarks: Sequence[str])
         facts.append(f"the input was computed by {writer.name} in {writer.module or 'no module'}, {writer.line}")
     if difference.ulp is not None:
         facts.append(f"largest difference: {difference.ulp:,} ULP")
-    return Group(*map(Text, map(printable, facts)), table, *notes, Text("different", style=_COLOURS["different"]))
+    return Group(*map(Text, map(printable, facts)), table, *notes)
 
 
 def _describe_operation(operation: OperationRecord | None) -> dict[str, str]:
