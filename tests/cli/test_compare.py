@@ -110,6 +110,32 @@ def test_equal_runs_are_not_trained_again(compare: Compare, reference_run: Calla
     assert "bitwise identical; nothing was trained" in done.stdout
 
 
+def test_runs_that_differ_only_by_a_fault_are_not_reproduced(
+    train: Train, compare: Compare, reference_run: Callable[..., Run]
+) -> None:
+    first = reference_run(*DIGITS, "recipe.dropout=0.2")
+    flip = "faults=[{action: flip, target: weight, rank: 0, step: 2, bit: 20}]"
+    second = train(*DIGITS, "recipe.dropout=0.2", flip, "logger.project=not-published", logger="wandb")
+    assert second.code == 0, second.error
+    done = compare(first, second, "--json")
+    assert done.returncode == 4, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["verdict"], report["difference"]) == ("not reproduced", None)
+    assert "the recorded runs differ, but training again gave equal results" in report["remarks"]
+    assert any("repeating it gave a different" in remark for remark in report["remarks"])
+
+
+def test_options_that_do_not_fit_operations_are_refused(
+    command: Any, compare: Compare, reference_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = reference_run(*DIGITS, "recipe.dropout=0.2")
+    refused = compare(run, run, "--tolerance=0.5")
+    assert (refused.returncode, "--tolerance is not supported with --operations" in refused.stderr) == (2, True)
+    words = ("compare", "--yes", str(run.folder), str(run.folder))
+    refused = command(*words, cwd=tmp_path, environment=environment())
+    assert (refused.returncode, "--yes requires --operations" in refused.stderr) == (2, True)
+
+
 def test_what_cannot_be_compared_is_refused_in_a_sentence(
     train: Train, compare: Compare, reference_run: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from worldsize.errors import WorldsizeError
 from worldsize.record.first_difference import find_first_difference, find_first_step
 from worldsize.record.operations import STATES, OperationRecorder, list_streams, read_operations
 
@@ -304,10 +305,26 @@ def test_the_first_step_that_differs_is_that_of_the_states_after_it(tmp_path: Pa
         (folder / STATES).write_text("".join(lines))
         return folder
 
-    first = write("a", "abcd")
+    first = write("a", "abcd")  # of steps 4 to 7
     assert find_first_step(first, write("b", "abxy"), until=9) == 6
     assert find_first_step(first, write("c", "xyzz"), until=9) == 5
     assert find_first_step(first, write("d", "abcd"), until=9) == 9
+    later = write("e", "????abcd")
+    (later / STATES).write_text("".join((later / STATES).read_text().splitlines(keepends=True)[2:]))
+    assert find_first_step(later, write("f", "????abxd"), until=20) == 10, "rows are joined by step"
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"step": "5", "digest": "b"}'])
+def test_damaged_recordings_are_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / STATES).write_text(f'{{"step": 4, "digest": "a"}}\n{line}\n')
+    with pytest.raises(WorldsizeError, match=f"{STATES} is damaged"):
+        find_first_step(tmp_path, tmp_path, until=9)
+    recorded = Step().record(tmp_path / "step")
+    stream = list_streams(recorded)[0]
+    with (recorded / f"{stream}.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(WorldsizeError, match=f"{stream}.jsonl is damaged"):
+        find_first_difference(recorded, recorded, step=1)
 
 
 def test_empty_tensors_are_not_taken_for_one_another(tmp_path: Path) -> None:

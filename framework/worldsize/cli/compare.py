@@ -17,20 +17,23 @@ from typing import Literal, TextIO, final
 
 from rich.console import Console
 
-from worldsize.checkpoint.format import Checkpoint, complete, parse_step, read_checkpoint
+from worldsize.checkpoint.format import COMPLETE, MANIFEST, Checkpoint, complete, parse_step, read_checkpoint
 from worldsize.checkpoint.load import read_tensors
 from worldsize.cli import exit_process, run_folder
 from worldsize.config.arguments import build_number_parser
 from worldsize.config.compose import format_override
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
+from worldsize.files import open_regular
 from worldsize.launch.reproduction import Checkout, Reproduction
 from worldsize.messages import report_error
 from worldsize.observe.summary import comparison_table, operations_table
 from worldsize.record.compare import Comparison, compare_runs
 from worldsize.record.first_difference import FirstDifference, find_first_difference, find_first_step
+from worldsize.record.json_lines import wrap_read_errors
 from worldsize.record.metrics import last_step
-from worldsize.record.operations import digest_tensor
+from worldsize.record.operations import digest_tensor, list_streams, read_states
+from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunView, read_run
 from worldsize.strict_json import sanitize_json
 from worldsize.world.processes import PREEMPTED
@@ -196,6 +199,15 @@ def _find_shared_checkpoint(first: RunView, second: RunView, *, before: int) -> 
     return None
 
 
+def _copy_checkpoint(checkpoint: Path, target: Path) -> None:
+    """Copy the files that the manifest lists: another user's folder may contain links. A resume verifies the copies."""
+    with wrap_read_errors(checkpoint):
+        target.mkdir(parents=True)
+        for name in (*read_checkpoint(checkpoint).files, MANIFEST, COMPLETE):
+            with open_regular(checkpoint / name) as source, (target / name).open("xb") as copy:
+                shutil.copyfileobj(source, copy)
+
+
 def _has_same_state(one: Checkpoint, other: Checkpoint) -> bool:
     if one.tensors.keys() != other.tensors.keys():
         return False
@@ -232,11 +244,29 @@ class Replay:
             run, code = self.checkout.train(*options)
         else:
             run, code = self.checkout.train(*options, "launch=write")
-            shutil.copytree(self.checkpoint, run.checkpoints / self.checkpoint.name)
+            _copy_checkpoint(self.checkpoint, run.checkpoints / self.checkpoint.name)
             code = code or self.checkout.run_command("resume", str(run.path))
         if code not in (0, PREEMPTED):
             raise WorldsizeError(f"repeating {self.checkout.original.id} failed with exit code {code}; see above.")
+        self._check_complete(run, step)
         return run.operations
+
+    def _check_complete(self, run: RunDirectory, step: int) -> None:
+        """Raise WorldsizeError unless the operations of ``step`` were recorded for every logical rank."""
+        last = max(read_states(run.operations), default=0)
+        if last != step:
+            raise WorldsizeError(
+                f"repeating {self.checkout.original.id} ended after step {last}, not {step}; see above. If it was "
+                "interrupted, compare the runs again."
+            )
+        with wrap_read_errors(run.path):
+            logical_ranks = int(read_run(run.path).manifest["determinism"]["logical_ranks"])
+        wanted = {f"rank_{rank:05d}" for rank in range(logical_ranks)}
+        if missing := sorted(wanted - set(list_streams(run.operations))):
+            raise WorldsizeError(
+                f"repeating {self.checkout.original.id} recorded no operations of {missing[0]}. Compare the logged "
+                "metrics and weights instead, without --operations."
+            )
 
     def list_deviations(self, operations: Path, *, until: int) -> list[str]:
         """Return a remark if the values logged up to step ``until`` differ from the recorded ones."""

@@ -11,8 +11,7 @@ from typing import Any, Literal, final
 import torch
 
 from worldsize.record.compare import tensor_ulps
-from worldsize.record.json_lines import JsonRows
-from worldsize.record.operations import STATES, OperationRecord, list_streams, load_saved, read_operations
+from worldsize.record.operations import OperationRecord, list_streams, load_saved, read_operations, read_states
 
 Kind = Literal["result", "input", "operand", "reduction", "operation", "state", "data", "new state"]
 _EXPLANATIONS: Mapping[Kind, str] = {
@@ -108,12 +107,14 @@ def find_first_step(first: Path, second: Path, *, until: int) -> int:
     """Return the first step that results in different states in the two folders, at most ``until``.
 
     If the states before the first step already differ, this is the first step.
+
+    Raises:
+        WorldsizeError: a file is damaged.
     """
-    rows = [list(JsonRows(folder / STATES)) for folder in (first, second)]
-    for index, (one, other) in enumerate(zip(*rows, strict=False)):
-        if one != other:
-            return int(rows[0][max(index, 1)]["step"])
-    return until
+    one, other = (read_states(folder) for folder in (first, second))
+    steps = sorted(one.keys() & other.keys())
+    differing = next((step for step in steps if one[step] != other[step]), until)
+    return min(steps[1] if differing == steps[0] else differing, until) if len(steps) > 1 else until
 
 
 def _get_numbers(difference: FirstDifference) -> list[int]:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TextIO, final
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,7 +27,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from worldsize.record.json_lines import JsonRows, Row
+from worldsize.checkpoint.safetensors import DTYPES
+from worldsize.errors import WorldsizeError
+from worldsize.files import read_regular
+from worldsize.record.json_lines import JsonRows, Row, wrap_read_errors
 
 Phase = Literal["state", "data", "forward", "backward", "reduction", "optimizer", "new state"]
 _FIELDS: Mapping[str, type] = {
@@ -47,6 +50,7 @@ _OVERWRITES = (
 )
 _UNDECLARED = {"running_mean", "running_var"}  # arguments that batch norms change without saying so in their schema
 _LONGEST = 200  # maximum characters of the arguments
+_LARGEST = 4 << 30  # maximum bytes of a saved tensor
 _TORCH, _FRAMEWORK = Path(torch.__file__).parent, Path(__file__).parents[1]
 _OPTIMIZERS, _ENGINE = f"{_TORCH}/optim/", f"{_TORCH}/autograd/graph.py"
 _MODULE_CALL = (f"{_TORCH}/nn/modules/module.py", "_call_impl")
@@ -91,12 +95,41 @@ def list_streams(folder: Path) -> list[str]:
 
 
 def read_operations(folder: Path, stream: str) -> Iterator[OperationRecord]:
-    """Yield the operations of a stream one at a time."""
-    return (OperationRecord(**row) for row in JsonRows(folder / f"{stream}.jsonl", is_valid=_is_operation))
+    """Yield the operations of a stream one at a time; none if the file is missing.
+
+    Raises:
+        WorldsizeError: the file is damaged.
+    """
+    return (OperationRecord(**row) for row in _read_rows(folder / f"{stream}.jsonl", _is_operation))
+
+
+def read_states(folder: Path) -> dict[int, str]:
+    """Return the digest of the state after each step, in order.
+
+    Raises:
+        WorldsizeError: the file is damaged.
+    """
+    return {row["step"]: row["digest"] for row in _read_rows(folder / STATES, _is_state)}
+
+
+def _read_rows(path: Path, is_valid: Callable[[Row], bool]) -> Iterator[Row]:
+    rows = JsonRows(path, is_valid=is_valid)
+    with wrap_read_errors(path.parent):
+        for row in chain(rows, [None]):
+            if rows.damaged:
+                raise WorldsizeError(f"{path} is damaged. Compare the runs again.")
+            if row is not None:
+                yield row
 
 
 def _is_operation(row: Row) -> bool:
-    return row.keys() == _FIELDS.keys() and all(isinstance(row[key], kind) for key, kind in _FIELDS.items())
+    if row.keys() != _FIELDS.keys() or not all(isinstance(row[key], kind) for key, kind in _FIELDS.items()):
+        return False
+    return all(isinstance(each, str) for key, kind in _FIELDS.items() if kind is list for each in row[key])
+
+
+def _is_state(row: Row) -> bool:
+    return isinstance(row.get("step"), int) and isinstance(row.get("digest"), str)
 
 
 @final
@@ -368,17 +401,24 @@ def _get_bytes(tensor: Tensor) -> Any:
 
 def _save_tensors(folder: Path, kind: str, tensors: Sequence[Tensor]) -> None:
     for index, tensor in enumerate(tensors):
-        if _is_dense(tensor):
-            numpy.save(folder / f"{kind}_{index}_{_get_name(tensor.dtype)}.npy", _get_bytes(tensor.clone()))
+        if _is_dense(tensor) and tensor.dtype in DTYPES.values() and tensor.nbytes <= _LARGEST:
+            (folder / f"{kind}_{index}_{_get_name(tensor.dtype)}.bin").write_bytes(_get_bytes(tensor.clone()))
 
 
 def load_saved(folder: Path, kind: Literal["inputs", "results"], index: int) -> Tensor | None:
-    """Load a saved input or result, flattened; None if it was not saved."""
-    file = next(folder.glob(f"{kind}_{index}_*.npy"), None)
+    """Load a saved input or result, flattened; None if it was not saved.
+
+    Raises:
+        WorldsizeError: the file is damaged.
+    """
+    file = next(folder.glob(f"{kind}_{index}_*.bin"), None)
     if file is None:
         return None
-    dtype: torch.dtype = getattr(torch, file.stem.split("_", 2)[2])
-    return torch.from_numpy(numpy.load(file, allow_pickle=False)).view(dtype)
+    with wrap_read_errors(folder):
+        data, dtype = read_regular(file, at_most=_LARGEST), DTYPES[file.stem.split("_", 2)[2]]
+        if len(data) % dtype.itemsize:
+            raise ValueError(f"{file.name} has {len(data)} bytes")
+        return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
 def _get_name(dtype: torch.dtype) -> str:
