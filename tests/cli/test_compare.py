@@ -113,9 +113,10 @@ def test_equal_runs_are_not_trained_again(compare: Compare, reference_run: Calla
 def test_runs_that_differ_only_by_a_fault_are_not_reproduced(
     train: Train, compare: Compare, reference_run: Callable[..., Run]
 ) -> None:
-    first = reference_run(*DIGITS, "recipe.dropout=0.2")
+    options = (*DIGITS, "recipe.dropout=0.2", "reproducibility=elastic", "logical_ranks=2")
+    first = reference_run(*options)
     flip = "faults=[{action: flip, target: weight, rank: 0, step: 2, bit: 20}]"
-    second = train(*DIGITS, "recipe.dropout=0.2", flip, "logger.project=not-published", logger="wandb")
+    second = train(*options, flip, "logger.project=not-published", logger="wandb")
     assert second.code == 0, second.error
     done = compare(first, second, "--json")
     assert done.returncode == 4, done.stderr
