@@ -200,7 +200,7 @@ def _find_shared_checkpoint(first: RunView, second: RunView, *, before: int) -> 
 
 
 def _copy_checkpoint(checkpoint: Path, target: Path) -> None:
-    """Copy the files that the manifest lists: another user's folder may contain links. A resume verifies the copies."""
+    """Copy only the files that the manifest lists, without links out of the run. A resume verifies the copies."""
     with wrap_read_errors(checkpoint):
         target.mkdir(parents=True)
         for name in (*read_checkpoint(checkpoint).files, MANIFEST, COMPLETE):
