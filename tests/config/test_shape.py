@@ -161,6 +161,9 @@ def test_a_flip_that_no_replica_would_make_is_refused() -> None:
     with pytest.raises(ConfigError, match="the fault action flip is not supported with LocalSGD"):
         build_settings(compose_only([*words, "strategy=local_sgd"]))
     assert build_settings(compose_only(words)).faults.planned[0].flip
+    gradient = [*words[:-1], words[-1].replace("weight", "gradient")]
+    with pytest.raises(ConfigError, match="flipping a gradient requires reproducibility=elastic"):
+        build_settings(compose_only(gradient))
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])

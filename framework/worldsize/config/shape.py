@@ -476,8 +476,14 @@ def check_integrity(integrity: IntegrityConfig, shape: RunShape, recipe: Recipe)
 
 def check_flips(faults: Faults, strategy: Strategy, recipe: Recipe) -> None:
     """Raise ConfigError if bits are to be flipped that this strategy or recipe would leave unchanged."""
-    if not any(fault.flip for fault in faults.planned):
+    flips = [fault.flip for fault in faults.planned if fault.flip is not None]
+    if not flips:
         return
+    if any(flip.target == "gradient" for flip in flips) and strategy.reduce != "ordered":
+        raise ConfigError(
+            "flipping a gradient requires reproducibility=elastic: other modes do not compute the gradient of each "
+            "micro-batch separately. Set reproducibility=elastic, or target=activation."
+        )
     if "integrity" not in strategy.supports or recipe.has_several_updates:
         kind = type(recipe if "integrity" in strategy.supports else strategy).__name__
         raise ConfigError(

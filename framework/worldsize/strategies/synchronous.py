@@ -144,6 +144,8 @@ class SynchronousReplica(ModelReplica):
     def _observe_passes(self, step: int) -> Iterator[None]:
         """Audit the passes in this block if ``step`` is audited, and flip bits of their gradients if configured."""
         audit, flips = self._audit if self._audit and self._audit.is_due(step) else None, self._context.faults.flips
+        if flips is not None and not flips.plans("gradient"):
+            flips = None
 
         def observe(name: str, gradient: Tensor) -> Tensor:
             if flips is not None and flips.plans("gradient"):
