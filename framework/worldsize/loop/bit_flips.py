@@ -1,6 +1,6 @@
 """Flips configured bits of a process, as a failing processor or memory would.
 
-    train.py cluster.processes=3 logical_ranks=6 reproducibility=elastic integrity.audit=1 \\
+    train.py cluster.processes=4 reproducibility=elastic integrity.audit=1 \\
         'faults=[{action: flip, target: gradient, rank: 1, step: 7}]'
 
 Targets: batch (the data of a micro-batch), weight (in memory, before the step), activation (a module's output), product
