@@ -25,10 +25,10 @@ from worldsize.core import (
 )
 from worldsize.devices import backend_for, backend_names
 from worldsize.errors import ConfigError, neighbours
-from worldsize.loop.faults import Faults
 from worldsize.world.roles import can_heal, count_at_most, get_blocks
 
 if TYPE_CHECKING:  # imports torch
+    from worldsize.loop.faults import Faults
     from worldsize.record.determinism import Determinism
 
 _logger = logging.getLogger(__name__)
