@@ -17,7 +17,7 @@ from worldsize.strategies.synchronous import create_local_replica
 class Single(Strategy):
     """Train in one process; ``reduce="ordered"`` sums micro-batches in the logical-rank tree."""
 
-    supports = CAPABILITIES | {"adamw_8bit", "schedule_free", "operations"}
+    supports = CAPABILITIES | {"integrity", "adamw_8bit", "schedule_free", "operations"}
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         if cluster.processes != 1:
