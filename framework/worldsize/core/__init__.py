@@ -81,7 +81,17 @@ from worldsize.core.recipe import (
 from worldsize.core.recipe_kinds import FeatureRecipe, Features, MultiUpdateRecipe
 from worldsize.core.sections import IntegrityConfig
 from worldsize.core.state_metric import StateMetric, StateReduction
-from worldsize.core.strategy import Capability, Cost, Dealing, Reduction, Replica, StepResult, Strategy, Workload
+from worldsize.core.strategy import (
+    Capability,
+    Cost,
+    Dealing,
+    Reduction,
+    Replica,
+    ReplicaWrapper,
+    StepResult,
+    Strategy,
+    Workload,
+)
 from worldsize.core.streams import ShardedStream, StatefulStream
 from worldsize.errors import ConfigError, NonfiniteLossError, WorldsizeError
 
@@ -152,6 +162,7 @@ __all__ = [
     "Reduction",
     "Rendezvous",
     "Replica",
+    "ReplicaWrapper",
     "Role",
     "RowValues",
     "RunContext",

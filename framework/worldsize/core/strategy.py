@@ -202,6 +202,35 @@ class Replica(ABC):
         """Release resources other than memory. If not ``complete``, the run may be resumed."""
 
 
+class ReplicaWrapper(Replica):
+    """Abstract base: forwards everything but the step to the replica ``inner``."""
+
+    def __init__(self, inner: Replica) -> None:
+        self._inner = inner
+        self.step_reached, self.dealing = inner.step_reached, inner.dealing
+
+    def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
+        return self._inner.evaluate(batches)
+
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        self._inner.advance_schedules(value, step=step)
+
+    def state(self) -> StateDict:
+        return self._inner.state()
+
+    def load(self, state: StateDict) -> None:
+        self._inner.load(state)
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        return self._inner.trained_weights()
+
+    def facts(self) -> Mapping[str, Any]:
+        return self._inner.facts()
+
+    def close(self, *, complete: bool) -> None:
+        self._inner.close(complete=complete)
+
+
 @dataclass(frozen=True)
 class Strategy(ABC):
     """Describes how replicas synchronize.

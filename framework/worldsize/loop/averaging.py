@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from worldsize.collectives.per_rank import get_local_shard
 from worldsize.collectives.step_timer import measure_phase
-from worldsize.core import EvaluationBatches, MicroBatch, Replica, StateDict, StepResult
+from worldsize.core import MicroBatch, Replica, ReplicaWrapper, StateDict, StepResult
 from worldsize.core.sections import WeightAverage
 
 
 @final
-class AveragedReplica(Replica):
+class AveragedReplica(ReplicaWrapper):
     """Trains ``inner``, and averages this rank's shard of the weights after each step.
 
     Averaging does not communicate. As in torch.optim.swa_utils.AveragedModel, all weights are averaged, including those
@@ -29,8 +29,8 @@ class AveragedReplica(Replica):
     """
 
     def __init__(self, inner: Replica, average: WeightAverage) -> None:
-        self._inner, self._average = inner, average
-        self.step_reached, self.dealing = inner.step_reached, inner.dealing
+        super().__init__(inner)
+        self._average = average
         self._updates = 0
         averages: dict[Tensor, Tensor] = {}  # keyed by weight, so that a weight with several names is averaged once
         weights = inner.trained_weights()
@@ -65,10 +65,6 @@ class AveragedReplica(Replica):
             get_local_shard(weight) for weight in self._held.values()
         ]
 
-    def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        """Return the metrics of the weights, or inside :meth:`use_average`, of their average."""
-        return self._inner.evaluate(batches)
-
     @contextmanager
     def use_average(self) -> Iterator[None]:
         """Replace the weights with their average in this block, once there is one."""
@@ -87,9 +83,6 @@ class AveragedReplica(Replica):
                 self._inner.trained_weights()
                 torch._foreach_copy_(self._get_local_shards()[1], kept)
 
-    def advance_schedules(self, value: float, *, step: int) -> None:
-        self._inner.advance_schedules(value, step=step)
-
     def state(self) -> StateDict:
         return {**self._inner.state(), "ema": {"weights": self._weights, "updates": self._updates}}
 
@@ -105,12 +98,6 @@ class AveragedReplica(Replica):
             for name, average in self._weights.items():
                 if average in self._held:
                     get_local_shard(average).copy_(get_local_shard(kept["weights"][name]))
-
-    def facts(self) -> Mapping[str, Any]:
-        return self._inner.facts()
-
-    def close(self, *, complete: bool) -> None:
-        self._inner.close(complete=complete)
 
 
 def evaluate_all(replica: Replica, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -12,7 +12,7 @@ from typing import Any, TypeVar, final
 from torch import Tensor, nn
 
 from worldsize.checkpoint.manifest_tree import split_tensors
-from worldsize.core import EvaluationBatches, Loss, MicroBatch, Recipe, Replica, StateDict, StepResult, Update
+from worldsize.core import Loss, MicroBatch, Recipe, Replica, ReplicaWrapper, StepResult, Update
 from worldsize.data.data_wait import StopBetweenSteps
 from worldsize.record.operations import STATES, OperationRecorder, digest_tensor
 
@@ -28,7 +28,7 @@ def stop_after(steps: Iterable[T], last: int, *, first: int) -> Generator[T]:
 
 
 @final
-class RecordingReplica(Replica):
+class RecordingReplica(ReplicaWrapper):
     """Trains ``inner``; records the operations of ``step``, and on the first rank a digest of each step's state.
 
     Args:
@@ -43,10 +43,10 @@ class RecordingReplica(Replica):
     def __init__(
         self, inner: Replica, recipe: Recipe, folder: Path, *, rank: int, step: int, saved: str | None
     ) -> None:
-        self._inner, self._recipe, self._folder = inner, recipe, folder
+        super().__init__(inner)
+        self._recipe, self._folder = recipe, folder
         self._rank, self._step, self._saved = rank, step, saved
         self._digested = False
-        self.step_reached, self.dealing = inner.step_reached, inner.dealing
         folder.mkdir(parents=True, exist_ok=True)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
@@ -76,27 +76,6 @@ class RecordingReplica(Replica):
                 digest.update(f"{name} {digest_tensor(tensor)}".encode())
             with (self._folder / STATES).open("a") as file:
                 file.write(json.dumps({"step": step, "digest": digest.hexdigest()}) + "\n")
-
-    def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        return self._inner.evaluate(batches)
-
-    def advance_schedules(self, value: float, *, step: int) -> None:
-        self._inner.advance_schedules(value, step=step)
-
-    def state(self) -> StateDict:
-        return self._inner.state()
-
-    def load(self, state: StateDict) -> None:
-        self._inner.load(state)
-
-    def trained_weights(self) -> Mapping[str, Tensor]:
-        return self._inner.trained_weights()
-
-    def facts(self) -> Mapping[str, Any]:
-        return self._inner.facts()
-
-    def close(self, *, complete: bool) -> None:
-        self._inner.close(complete=complete)
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from worldsize.core import (
     FaultPoints,
     FlipTarget,
     IntegrityConfig,
-    MicroBatch,
     Numerics,
     Recipe,
     Replica,
@@ -31,7 +30,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.data.batches import get_collate_fn
-from worldsize.data.loader import load_micro_batch
+from worldsize.data.loader import MicroBatchLoader
 from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.loop.bit_flips import Flip, PlannedFlip, ProcessFlips
 from worldsize.testing.training import create_cluster
@@ -120,15 +119,15 @@ class FlipTrial:
         total = logical_ranks or _PASSES * parts
         self.points, self.world = _Points(), world
         self.events: list[BitMismatch] = []
-        self._data, self._order = recipe.data("train"), Order(_SEED, batch_size, total, ())
-        self._collate = get_collate_fn(recipe)
+        order = Order(_SEED, batch_size, total, ())
+        self._loader = MicroBatchLoader(recipe.data("train"), order, world.device, get_collate_fn(recipe))
         self.context = RunContext(
             world,
             numerics=numerics or Numerics(),
             seed=_SEED,
             logical_ranks=total,
             faults=self.points,
-            audit_data=self._load,
+            audit_data=self._loader.load,
             integrity=IntegrityConfig(audit=audit, on_mismatch="warn"),
             emit=self._record_event,
         )
@@ -150,7 +149,7 @@ class FlipTrial:
 
     def run_step(self, step: int) -> list[bytes]:
         """Compute a step; return the bytes of its losses."""
-        result = self.replica.step([self._load(step, logical_rank) for logical_rank in self._own])
+        result = self.replica.step([self._loader.load(step, logical_rank) for logical_rank in self._own])
         return [_read_bytes(loss) for loss in result.losses]
 
     def plan(self, case: FlipCase | None, step: int) -> None:
@@ -185,9 +184,6 @@ class FlipTrial:
         for name, each in split_tensors(self.replica.state())[0].items():
             if not each.is_meta:
                 yield name, get_local_shard(each).detach()
-
-    def _load(self, step: int, logical_rank: int) -> MicroBatch:
-        return load_micro_batch(self._data, self._order, self.world.device, step, logical_rank, self._collate)
 
     def _record_event(self, event: Event) -> None:
         if isinstance(event, BitMismatch):

@@ -21,6 +21,7 @@ from worldsize.core import (
     MicroBatch,
     Recipe,
     Replica,
+    ReplicaWrapper,
     RunContext,
     StateDict,
     StepDone,
@@ -240,11 +241,12 @@ def _evaluation(settings: Settings, data: Any, split: str, step: int, part: Worl
 
 
 @final
-class _RehearsedReplica(Replica):
+class _RehearsedReplica(ReplicaWrapper):
     """Trains ``inner`` on real or fake tensors, and notifies ``recorders`` of steps."""
 
     def __init__(self, inner: Replica, fakes: FakeTensors | None, recorders: Recorders) -> None:
-        self._inner, self._fakes, self._recorders = inner, fakes, recorders
+        super().__init__(inner)
+        self._fakes, self._recorders = fakes, recorders
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         calls = self._recorders.calls
@@ -265,15 +267,6 @@ class _RehearsedReplica(Replica):
         norm = None if result.grad_norm is None else torch.ones(())
         metrics = {name: torch.ones_like(pairs_b2, device="cpu") for name, pairs_b2 in result.metrics.items()}
         return replace(result, losses=[torch.ones(()) for _ in result.losses], grad_norm=norm, metrics=metrics)
-
-    def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        return self._inner.evaluate(batches)
-
-    def advance_schedules(self, value: float, *, step: int) -> None:
-        self._inner.advance_schedules(value, step=step)
-
-    def state(self) -> StateDict:
-        return self._inner.state()
 
     def load(self, state: StateDict) -> None:
         raise NotImplementedError("a rehearsal does not load checkpoints")

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from worldsize.collectives.group import start_collective
 from worldsize.collectives.per_rank import get_local_shard
 from worldsize.collectives.step_timer import measure_phase
-from worldsize.core import EvaluationBatch, Loss, MicroBatch, Recipe, Replica, StateDict, StepResult, World
+from worldsize.core import EvaluationBatch, Loss, MicroBatch, Recipe, ReplicaWrapper, StepResult, World
 from worldsize.metrics import MetricCollector
 from worldsize.seeds import keep_generators
 from worldsize.strategies.chunk_tensor import ChunkLayout
@@ -188,14 +188,16 @@ class Pipeline(GradientReducer):
 
 
 @final
-class PipelineReplica(Replica):
+class PipelineReplica(ReplicaWrapper):
     """A synchronous replica that also evaluates batches stage by stage.
 
     ``data``: the world of ranks with the same stages, one per data-parallel part.
     """
 
     def __init__(self, recipe: Recipe, data: World, inner: SynchronousReplica, pipeline: Pipeline) -> None:
-        self._recipe, self._data, self._inner, self._pipeline = recipe, data, inner, pipeline
+        super().__init__(inner)
+        self._recipe, self._data, self._pipeline = recipe, data, pipeline
+        self._streams, self._precision = inner.streams, inner.numerics.precision
         for stage in pipeline.stages:
             stage.streams = inner.streams
         self._untried_chunks = pipeline.stages[0].chunks  # until the first step
@@ -213,7 +215,7 @@ class PipelineReplica(Replica):
             output = self._pipeline.forward_batch(EvaluationBatch(0, batch.data, seed=batch.seed))
             if output is None:
                 return None, {}
-            self._inner.streams.begin(batch.seed)
+            self._streams.begin(batch.seed)
             return self._recipe.micro_batch_loss(self._pipeline.stages[-1].create_model(output), batch), {}
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
@@ -231,27 +233,11 @@ class PipelineReplica(Replica):
             torch.no_grad(),
             evaluating(self._pipeline.stages),
             keep_generators(self._data.device),
-            autocast(self._data.device, self._inner.numerics.precision),
+            autocast(self._data.device, self._precision),
         ):
             for batch in batches:
                 output = self._pipeline.forward_batch(batch)
                 if output is not None:
-                    streams = self._inner.streams
-                    streams.begin(batch.seed)
+                    self._streams.begin(batch.seed)
                     collector.add(batch, self._pipeline.stages[-1].evaluate(output, batch.data))
         return collector
-
-    def facts(self) -> Mapping[str, Any]:
-        return self._inner.facts()
-
-    def trained_weights(self) -> Mapping[str, Tensor]:
-        return self._inner.trained_weights()
-
-    def advance_schedules(self, value: float, *, step: int) -> None:
-        self._inner.advance_schedules(value, step=step)
-
-    def state(self) -> StateDict:
-        return self._inner.state()
-
-    def load(self, state: StateDict) -> None:
-        self._inner.load(state)
