@@ -16,7 +16,7 @@ from worldsize.checkpoint.load import find_differing_tensor
 from worldsize.cli import exit_process, run_folder
 from worldsize.config.arguments import build_integer_parser, parse_override_key
 from worldsize.core.limits import Range
-from worldsize.errors import WorldsizeError
+from worldsize.errors import CheckpointError, WorldsizeError
 from worldsize.launch.reproduction import Reproduction, show_on_error
 from worldsize.messages import report_error
 from worldsize.observe.summary import audit_table
@@ -114,7 +114,7 @@ def audit(
     if level.level not in ("bitwise", "same-topology bitwise"):
         raise WorldsizeError(
             f"only runs with bitwise reproducibility can be audited, but {run.directory.id} has the level "
-            f"{level.level!r}: {level.why}. Train with reproducibility=elastic or exact."
+            f"{level.level!r}: {level.why}. Train with reproducibility=elastic or deterministic."
         )
     problems, remark = check_attestation(run.directory, key)
     problems += check_record(run)
@@ -141,6 +141,9 @@ def _train_again(run: RunView, overrides: Sequence[str], coverage: Coverage, *, 
         with Reproduction(run, words, drop="logger", runs=runs, yes=yes, output=log).prepare() as checkout:
             repeated = checkout.write("run.strict=true")
             for first, last in coverage.list_stretches():
+                if damage := _find_damage(kept.get(first)):
+                    found.append(damage)
+                    continue
                 print(f"training steps {first + 1} to {last} again", file=sys.stderr, flush=True)
                 code = checkout.resume(repeated, kept.get(first), f"run.stop_after={last}")
                 if code not in (0, PREEMPTED):
@@ -165,14 +168,27 @@ def _find_difference(
 
 def _compare_states(run: RunView, repeated: RunDirectory, checkpoint: Path | None, last: int) -> ChainDifference | None:
     """Compare the state after step ``last`` with the run's kept checkpoint, and with its result."""
+    if damage := _find_damage(checkpoint):
+        return damage
     if checkpoint is not None:
-        recorded = read_checkpoint(checkpoint)
-        verify_checkpoint(recorded)
-        name = find_differing_tensor(recorded, read_checkpoint(repeated.checkpoints / checkpoint.name))
+        name = find_differing_tensor(
+            read_checkpoint(checkpoint), read_checkpoint(repeated.checkpoints / checkpoint.name)
+        )
         if name is not None:
             return ChainDifference(last, f"checkpoint: {name}", None, None)
     results = read_run(repeated.path).results
     then, now = (each.get("state_digest") for each in (run.results, results))
     if None not in (then, now) and run.results["steps"] == results["steps"] and then != now:
         return ChainDifference(last, "state_digest", str(then), str(now))
+    return None
+
+
+def _find_damage(checkpoint: Path | None) -> ChainDifference | None:
+    """Return a difference if a file of the checkpoint is not the recorded one."""
+    if checkpoint is None:
+        return None
+    try:
+        verify_checkpoint(read_checkpoint(checkpoint))
+    except CheckpointError as error:
+        return ChainDifference(parse_step(checkpoint), f"checkpoint: {error}", None, None)
     return None

@@ -38,7 +38,7 @@ def write_attestation(run: RunDirectory, manifest: Mapping[str, Any]) -> None:
     if key is None:
         return
     facts = _select(manifest, "run_id", "config_sha256", "reproducibility")
-    code = _select(manifest["code"], "commit", "patch_sha256")
+    code = _select(manifest.get("code") or {}, "commit", "patch_sha256")
     results = _select(manifest["results"] or {}, "chain", "state_digest", "steps")
     statement = {
         "_type": "https://in-toto.io/Statement/v1",

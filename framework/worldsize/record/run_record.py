@@ -239,6 +239,7 @@ class RunRecord:
             )
         self._write_manifest({**self.manifest, "attempts": [*earlier, self._attempt]})
         self.directory.result.unlink(missing_ok=True)
+        self.directory.attestation.unlink(missing_ok=True)
         return len(self.attempts)
 
     def end_attempt(
@@ -265,7 +266,7 @@ class RunRecord:
         self._write_manifest({**claim(manifest), "results": results})
         self._attempt = None
         write_result(self.directory, results)
-        if self._own:
+        if self._own and "chain" in results:
             from worldsize.record.attestation import write_attestation
 
             write_attestation(self.directory, self.manifest)
