@@ -40,9 +40,9 @@ SAVES = (f"checkpoint.every={INTERVAL}", f"checkpoint.keep.last={INTERVALS}")
 
 
 def run_command(folder: Path, *words: str, **changes: str) -> tuple[int, str]:
-    """Run worldsize in a process that the zygote forks; return its exit code and output."""
-    with tempfile.TemporaryFile() as output, Path(os.devnull).open("r+b") as nothing:
-        streams = [nothing.fileno(), output.fileno(), nothing.fileno()]
+    """Run worldsize in a process that the zygote forks; return its exit code and output, or its errors."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors, Path(os.devnull).open() as nothing:
+        streams = [nothing.fileno(), output.fileno(), errors.fileno()]
         with warm.ask(
             os.environ[warm.ZYGOTE],
             ["worldsize", *words],
@@ -52,8 +52,9 @@ def run_command(folder: Path, *words: str, **changes: str) -> tuple[int, str]:
             executable=str(folder / "python"),
         ) as line:
             code = int(line.recv(64))
-        output.seek(0)
-        return code, output.read().decode()
+        shown = output if output.tell() else errors
+        shown.seek(0)
+        return code, shown.read().decode()
 
 
 @contextmanager

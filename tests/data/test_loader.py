@@ -201,8 +201,8 @@ def test_a_recipe_that_says_nothing_leaves_the_shortest_way_to_a_batch() -> None
 @pytest.mark.parametrize("balanced", [False, True])
 def test_the_digest_of_samples_is_that_of_the_loaded_batches(balanced: bool) -> None:
     dataset = TensorDataset(torch.arange(50))
-    dataset.lengths = torch.arange(50) * 7 % 11
-    loaded = {}
+    dataset.lengths = torch.arange(50) * 7 % 11  # type: ignore[attr-defined]
+    loaded: dict[tuple[int, int], Any] = {}
     for rank in range(2):
         own = replace(order(12, 4, rank, 2, seed=3), balanced=balanced)
         for step in islice(micro_batches(dataset, own, CPU, first=2), 4):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def test_another_tool_verifies_the_statement(run: RunDirectory) -> None:
 def test_changed_files_and_other_keys_are_found(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert stat.S_IMODE(get_key().with_suffix(".key").stat().st_mode) == 0o600
     assert check_attestation(run, None) == ([], "the signature is valid")
     assert check_attestation(run, get_key()) == ([], "the signature is valid")
     run.chain.write_text("another chain\n")
