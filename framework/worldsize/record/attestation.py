@@ -27,7 +27,7 @@ from worldsize.record.run_directory import RunDirectory
 from worldsize.strict_json import LARGEST, parse_strict_json
 
 _PAYLOAD = "application/vnd.in-toto+json"
-_PREDICATE = "https://github.com/OWNER/worldsize/attestation/run/v1"
+_PREDICATE = "urn:worldsize:run:v1"
 _PIECE = 1 << 20  # bytes read at once
 _LONGEST_KEY = 1 << 12  # maximum bytes of a key file
 
