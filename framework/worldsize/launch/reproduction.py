@@ -230,7 +230,7 @@ class Checkout:
         return run
 
     def resume(self, run: RunDirectory, checkpoint: Path | None, *options: str) -> int:
-        """Resume ``run`` from a checkpoint of the recorded run; return the exit code.
+        """Resume ``run`` from a checkpoint of the recorded run, with its logged values; return the exit code.
 
         Checkpoints of ``run`` are removed. Only the files that a manifest lists are copied, without links out of the
         recorded run; loading verifies the copies. None: train from the start.
@@ -239,13 +239,13 @@ class Checkout:
             WorldsizeError: the checkpoint cannot be copied.
         """
         shutil.rmtree(run.checkpoints, ignore_errors=True)
-        if checkpoint is not None:
-            copied = run.checkpoints / checkpoint.name
-            with wrap_read_errors(checkpoint):
+        with wrap_read_errors(self.original.path):
+            if checkpoint is not None:
+                copied = run.checkpoints / checkpoint.name
                 copied.mkdir(parents=True)
                 for name in (*read_checkpoint(checkpoint).files, MANIFEST, COMPLETE):
-                    with open_regular(checkpoint / name) as source, (copied / name).open("xb") as copy:
-                        shutil.copyfileobj(source, copy)
+                    _copy_file(checkpoint / name, copied / name)
+                _copy_file(self.original.metrics, run.metrics)  # decisions such as early stopping depend on them
         return self.run_command("resume", str(run.path), *options)
 
     def run_command(self, *words: str) -> int:
@@ -279,6 +279,11 @@ def show_on_error(path: Path) -> Iterator[TextIO]:
             log.seek(0)
             print(log.read(), end="", file=sys.stderr)
             raise
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    with open_regular(source) as file, target.open("wb") as copy:
+        shutil.copyfileobj(file, copy)
 
 
 def _list_clones(recorded: RunView) -> list[Path]:
