@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 RECORD = "run_manifest.json"  # a folder with this file is a run folder
+ATTESTATION = "attestation.json"  # a signed statement about a run, in its folder
 
 
 def open_regular(path: Path, *, append: bool = False) -> BinaryIO:

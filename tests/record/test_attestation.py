@@ -8,7 +8,13 @@ import stat
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.serialization import load_pem_public_key
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+    load_pem_public_key,
+)
 from securesystemslib.dsse import Envelope
 from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer._key import SSlibKey
@@ -68,15 +74,36 @@ def test_changed_files_and_other_keys_are_found(
     other = RunDirectory(write_run(tmp_path / "other", ranks=1, steps=2))
     write_attestation(other, read_manifest(other.manifest))  # creates the reader's own key
     problems, remark = check_attestation(run, get_key())
-    assert (len(problems), remark) == (1, "the signature is wrong")
+    assert ("was not made with the key of" in problems[0], remark) == (True, "")
     with pytest.raises(WorldsizeError, match=r"is not a public key in PEM format.*Pass the author's file"):
         check_attestation(run, run.chain)
 
 
 def test_a_damaged_statement_is_a_problem_and_a_missing_one_a_remark(run: RunDirectory) -> None:
-    for text in ("{", "[]", '{"payload": "e30=", "signatures": []}', '{"payload": 3, "signatures": [1]}'):
+    envelope = json.loads(run.attestation.read_text())
+    foreign = {**envelope, "payloadType": "text/plain"}
+    for text in ("{", "[]", '{"payload": "e30=", "signatures": []}', '{"payload": 3}', json.dumps(foreign)):
         run.attestation.write_text(text)
         (problem,), _ = check_attestation(run, None)
         assert "attestation.json is damaged" in problem
+    run.attestation.write_text(json.dumps({**envelope, "signatures": []}))
+    assert check_attestation(run, None)[0] == ["attestation.json has no signature."]
     run.attestation.unlink()
     assert check_attestation(run, None)[0] == []
+    (problem,), _ = check_attestation(run, get_key())
+    assert "has no attestation.json" in problem
+
+
+def test_a_key_that_cannot_be_used_costs_the_statement_and_not_the_run(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.attestation.unlink()
+    key = get_key().with_suffix(".key")
+    private = load_pem_private_key(key.read_bytes(), password=None)
+    locked = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"password"))
+    for content in (locked, b"no key"):
+        key.write_bytes(content)
+        caplog.clear()
+        write_attestation(run, read_manifest(run.manifest))
+        assert "the record is not signed for others" in caplog.text
+        assert not run.attestation.exists()

@@ -11,7 +11,7 @@ from typing import Any
 
 from worldsize.checkpoint.format import folder_name
 from worldsize.record.attestation import write_attestation
-from worldsize.record.chain import compute_head
+from worldsize.record.chain import seal_chain
 from worldsize.record.manifest import read_manifest, write_manifest
 from worldsize.record.run_directory import RunDirectory
 
@@ -71,7 +71,7 @@ def forge_record(folder: Path, change: Callable[[Row], Row]) -> None:
         lines.append(changed + b"\n")
     run.chain.write_bytes(b"".join(lines))
     manifest = read_manifest(run.manifest)
-    results = {**manifest["results"], "chain": compute_head(run.chain)}
+    results = {**manifest["results"], "chain": seal_chain(run)}
     write_attestation(run, write_manifest(run.manifest, {**manifest, "results": results}))
 
 

@@ -23,7 +23,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from worldsize.checkpoint.format import ALONE, HYPERPARAMETERS, Checkpoint, complete, read_checkpoint, verify_checkpoint
+from worldsize.checkpoint.format import (
+    ALONE,
+    HYPERPARAMETERS,
+    PARTS,
+    Checkpoint,
+    complete,
+    read_checkpoint,
+    verify_checkpoint,
+)
 from worldsize.checkpoint.manifest_tree import join_tensors, order_like, split_tensors
 from worldsize.checkpoint.safetensors import DTYPES, Entry
 from worldsize.checkpoint.storage import PlannedReader, Reader, get_item_slices
@@ -195,6 +203,30 @@ def read_tensors(checkpoint: Checkpoint, part: str, *, only: Collection[str] | N
         if name.startswith(prefix) and (only is None or name.removeprefix(prefix) in only)
     ]
     return {name.removeprefix(prefix): tensor for name, tensor in _read_named(checkpoint, names).items()}
+
+
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", "params")  # of an optimizer, not its mathematics
+
+
+def find_differing_value(one: Checkpoint, other: Checkpoint) -> str | None:
+    """Return the name of the first value other than tensors that differs, such as a learning rate; None if none does.
+
+    Values of the strategy, and of the implementation of an optimizer, are not compared.
+    """
+    first, second = (
+        {"skipped": each.facts.get("skipped"), **dict(_flatten_values({part: each.values.get(part) for part in PARTS}))}
+        for each in (one, other)
+    )
+    return next((name for name in sorted(first.keys() | second.keys()) if first.get(name) != second.get(name)), None)
+
+
+def _flatten_values(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, dict | list):
+        yield path, node
+        return
+    for name, child in node.items() if isinstance(node, dict) else enumerate(node):
+        if name not in _IMPLEMENTATION:
+            yield from _flatten_values(child, f"{path}/{name}" if path else str(name))
 
 
 _COMPARED = 256 << 20  # bytes of tensors that are read at once

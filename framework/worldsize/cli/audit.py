@@ -12,9 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 from worldsize.checkpoint.format import complete, parse_step, read_checkpoint, verify_checkpoint
-from worldsize.checkpoint.load import find_differing_tensor
+from worldsize.checkpoint.load import find_differing_tensor, find_differing_value
 from worldsize.cli import exit_process, run_folder
 from worldsize.config.arguments import build_integer_parser, parse_override_key
+from worldsize.config.recorded import read_launcher
 from worldsize.core.limits import Range
 from worldsize.errors import CheckpointError, WorldsizeError
 from worldsize.launch.reproduction import Reproduction, show_on_error
@@ -28,10 +29,11 @@ from worldsize.record.chain_check import (
     check_record,
     choose_intervals,
     compare_chains,
+    is_sealed,
 )
 from worldsize.record.json_lines import wrap_read_errors
 from worldsize.record.level import read_recorded_level
-from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory, is_locked
 from worldsize.record.run_record import RunView, read_run
 from worldsize.strict_json import sanitize_json
 from worldsize.world.processes import PREEMPTED
@@ -112,15 +114,18 @@ def audit(
     """
     level = read_recorded_level(run.manifest)
     if level.level not in ("bitwise", "same-topology bitwise"):
+        remedy = "" if run.manifest.get("resumed") else " Train with reproducibility=elastic or deterministic."
         raise WorldsizeError(
             f"only runs with bitwise reproducibility can be audited, but {run.directory.id} has the level "
-            f"{level.level!r}: {level.why}. Train with reproducibility=elastic or deterministic."
+            f"{level.level!r}: {level.why}.{remedy}"
         )
+    if is_locked(run.directory.path):
+        raise WorldsizeError(f"the run {run.directory.path} is being trained. Audit it when it has ended.")
     problems, remark = check_attestation(run.directory, key)
     problems += check_record(run)
-    remarks = [remark]
-    if "chain" not in run.results:
-        remarks.append("the run has not ended, so its manifest does not contain the end of the chain")
+    remarks = [remark] if remark else []
+    if not is_sealed(run):
+        remarks.append("the run was killed, so its manifest does not contain the end of the chain")
     if problems:
         return AuditReport(problems, None, (), seed, remarks)
     coverage = choose_intervals(run, samples=samples, longest=longest, seed=seed)
@@ -140,6 +145,11 @@ def _train_again(run: RunView, overrides: Sequence[str], coverage: Coverage, *, 
         words, runs = [*overrides, *options], scratch / "runs"
         with Reproduction(run, words, drop="logger", runs=runs, yes=yes, output=log).prepare() as checkout:
             repeated = checkout.write("run.strict=true")
+            if read_launcher(read_run(repeated.path)) is not None:
+                raise WorldsizeError(
+                    "an audit cannot wait for a scheduler's job. Pass a cluster that starts processes itself, e.g. "
+                    "cluster=laptop; nothing was trained."
+                )
             for first, last in coverage.list_stretches():
                 if damage := _find_damage(kept.get(first)):
                     found.append(damage)
@@ -171,9 +181,8 @@ def _compare_states(run: RunView, repeated: RunDirectory, checkpoint: Path | Non
     if damage := _find_damage(checkpoint):
         return damage
     if checkpoint is not None:
-        name = find_differing_tensor(
-            read_checkpoint(checkpoint), read_checkpoint(repeated.checkpoints / checkpoint.name)
-        )
+        states = (read_checkpoint(checkpoint), read_checkpoint(repeated.checkpoints / checkpoint.name))
+        name = find_differing_tensor(*states) or find_differing_value(*states)
         if name is not None:
             return ChainDifference(last, f"checkpoint: {name}", None, None)
     results = read_run(repeated.path).results

@@ -127,7 +127,10 @@ def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrub
         **clean.scrub_tree(_collect_configuration(settings, plan, config)),
         "overrides": clean.scrub_arguments(words),
     }
-    if changed := find_changes(manifest["config"], config, but=NOT_TRAINED):
+    changed = find_changes(manifest["config"], config, but=NOT_TRAINED)
+    if ignored := [part for part in config["checkpoint"]["ignore"] if part in PARTS]:
+        changed.append(("checkpoint.ignore", [], ignored))
+    if changed:
         resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in changed]}
         amended["resumed"] = [*manifest.get("resumed", ()), clean.scrub_tree(resumed)]
         amended = apply_downgrades(amended)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -20,11 +21,14 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from worldsize.checkpoint.format import MANIFEST, complete
 from worldsize.errors import WorldsizeError
 from worldsize.files import open_regular, read_regular, replace_file
 from worldsize.record.manifest import create_key_file, find_key
 from worldsize.record.run_directory import RunDirectory
 from worldsize.strict_json import LARGEST, parse_strict_json
+
+_logger = logging.getLogger(__name__)
 
 _PAYLOAD = "application/vnd.in-toto+json"
 _PREDICATE = "urn:worldsize:run:v1"
@@ -70,16 +74,21 @@ def check_attestation(run: RunDirectory, key: Path | None) -> tuple[list[str], s
     Raises:
         WorldsizeError: ``key`` is not a public key.
     """
-    if not os.path.lexists(run.attestation):
-        return [], "the run has no attestation.json, so its record is not signed for others"
     known = _read_public_key(key)
+    if not os.path.lexists(run.attestation):
+        missing = "the run has no attestation.json, so its record is not signed"
+        return ([f"{missing}."], "") if key else ([], f"{missing} for others")
     try:
         envelope = parse_strict_json(read_regular(run.attestation, at_most=LARGEST))
+        if envelope["payloadType"] != _PAYLOAD:
+            raise ValueError(f"payloadType is not {_PAYLOAD}")
         payload = base64.b64decode(envelope["payload"], validate=True)
         signatures = [base64.b64decode(each["sig"], validate=True) for each in envelope["signatures"]]
         subjects = {each["name"]: each["digest"]["sha256"] for each in parse_strict_json(payload)["subject"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"attestation.json is damaged ({type(error).__name__}: {error})."], "the signature was not checked"
+        return [f"attestation.json is damaged ({type(error).__name__}: {error})."], ""
+    if not signatures:
+        return ["attestation.json has no signature."], ""
     present = dict(_hash_subjects(run))
     problems = [
         f"{name} differs from the one in attestation.json."
@@ -90,15 +99,14 @@ def check_attestation(run: RunDirectory, key: Path | None) -> tuple[list[str], s
     if known is None:
         return problems, "the signature was not checked; pass the public key of the run's author with --key"
     if not any(_is_signed(known, each, payload) for each in signatures):
-        owner = "the user's key" if key is None else str(key)
         if key is None:
             return problems, "the signature is not by this user; pass the public key of the run's author with --key"
-        return [*problems, f"the signature in attestation.json was not made with {owner}."], "the signature is wrong"
+        return [*problems, f"the signature in attestation.json was not made with the key of {key}."], ""
     return problems, "the signature is valid"
 
 
 def _hash_subjects(run: RunDirectory) -> Iterator[tuple[str, str]]:
-    checkpoints = sorted(path / "manifest.json" for path in run.checkpoints.glob("step_*"))
+    checkpoints = [path / MANIFEST for path in complete(run.checkpoints)]
     for path in (run.manifest, run.chain, *checkpoints):
         with suppress(FileNotFoundError, NotADirectoryError), open_regular(path) as file:
             digest = hashlib.sha256()
@@ -122,8 +130,9 @@ def _is_signed(key: Ed25519PublicKey, signature: bytes, payload: bytes) -> bool:
 
 
 def _read_private_key() -> Ed25519PrivateKey | None:
-    """Return the user's key, created on first use together with its public file; None without a folder for keys."""
-    with suppress(OSError, RuntimeError, ValueError):  # RuntimeError: the user has no home folder
+    """Return the user's key, created on first use together with its public file; None if it cannot be used."""
+    path: Path | None = None
+    try:
         path = find_key("attestation.key")
         if not path.exists():
             key = Ed25519PrivateKey.generate()
@@ -139,6 +148,13 @@ def _read_private_key() -> Ed25519PrivateKey | None:
             if not public.exists():
                 replace_file(public, _encode_public(found.public_key()))
             return found
+        raise ValueError("not an Ed25519 key")
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+        _logger.info("the record is not signed for others: %s", error)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key has a password
+        _logger.warning(
+            "the record is not signed for others: %s is not an Ed25519 key without a password (%s).", path, error
+        )
     return None
 
 

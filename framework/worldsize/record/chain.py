@@ -4,7 +4,7 @@ Every line is a JSON object. ``previous`` is the SHA-256 of the previous line, w
 has the name of the run. Each other line has a ``step`` and one of these:
 
 - ``logged``: computed values of a logged step; with ``losses``, the SHA-256 of the losses of all logical ranks, and
-  ``indices``, the SHA-256 of the sample indices since the previous logged step (null for streams);
+  ``indices``, the SHA-256 of the sample indices since the previous scheduled log (null for streams);
 - ``evaluated``: the metrics of an evaluation;
 - ``audited``: a digest of the gradients, losses and buffers that processes compared (``integrity.audit``);
 - ``checkpoint``: the SHA-256 of a checkpoint's manifest, which contains those of its files.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, final
 
-from worldsize.checkpoint.format import complete, parse_step, read_digest
+from worldsize.checkpoint.format import COMPLETE, complete, parse_step
 from worldsize.core import (
     CheckpointSaved,
     Evaluated,
@@ -35,14 +35,15 @@ from worldsize.core import (
     RunStarted,
     StepDone,
 )
-from worldsize.errors import CheckpointError
-from worldsize.record.json_lines import complete_lines, parse_row
+from worldsize.record.json_lines import Row, complete_lines, last_line, parse_row
 from worldsize.record.metrics import collect_computed_values
 from worldsize.record.run_directory import RunDirectory
 from worldsize.strict_json import sanitize_json
 
 Kind = Literal["logged", "evaluated", "audited", "checkpoint"]
 _KINDS: tuple[Kind, ...] = ("logged", "evaluated", "audited", "checkpoint")
+_MORE: Mapping[Kind, tuple[str, ...]] = {"logged": ("losses", "indices")}  # further keys of a line, by kind
+_END = 1 << 20  # bytes to read from the end of a file for its last line
 _logger = logging.getLogger(__name__)
 
 
@@ -91,20 +92,72 @@ def read_chain(path: Path) -> Iterator[Link]:
     previous = ""
     for number, (line, end) in enumerate(complete_lines(path), 1):
         row = parse_row(line)
-        if row is None or type(row.get("step", 0)) is not int:
+        if row is None or not _is_valid(row, is_first=number == 1):
             raise BrokenChainError(f"line {number} of {path} is damaged")
-        if row.get("previous") != previous:
+        if row["previous"] != previous:
             raise BrokenChainError(f"line {number} of {path} does not contain the digest of the previous line")
         previous = _hash_line(line)
         yield Link(row, previous, end)
 
 
-def compute_head(path: Path) -> dict[str, Any] | None:
-    """Return the SHA-256 of the chain's last line and the number of lines; None without a chain."""
-    last, count = b"", 0
-    for line, _ in complete_lines(path):
+def _is_valid(row: Row, *, is_first: bool) -> bool:
+    if is_first:
+        return row.keys() == {"previous", "run"}
+    kinds = [kind for kind in _KINDS if kind in row]
+    step = row.get("step")
+    is_numbered = type(step) is int and step >= 0
+    return is_numbered and len(kinds) == 1 and row.keys() == {"previous", "step", *kinds, *_MORE.get(kinds[0], ())}
+
+
+def rewind_chain(run: RunDirectory, first: int, *, evaluated: bool) -> Iterator[Link]:
+    """Remove the lines after step ``first`` from a run's chain, and yield the others.
+
+    With ``evaluated=False``, the evaluation after this step is removed, too.
+
+    Raises:
+        BrokenChainError: a line is damaged or was changed; nothing is removed.
+    """
+    end = 0
+    for link in read_chain(run.chain):
+        if link.step > first or (link.step == first and link.kind == "evaluated" and not evaluated):
+            break
+        yield link
+        end = link.end
+    if run.chain.exists():
+        os.truncate(run.chain, end)
+
+
+def seal_chain(run: RunDirectory) -> dict[str, Any] | None:
+    """Return the SHA-256 of the chain's last line and the number of lines, for the manifest; None without a chain.
+
+    A complete checkpoint without a line is first added: its process ended before it could do so.
+    """
+    last, count, saved = b"", 0, set[int]()
+    for line, _ in complete_lines(run.chain):
         last, count = line, count + 1
-    return {"head": _hash_line(last), "lines": count} if count else None
+        if b'"checkpoint": "' in line and (row := parse_row(line)) is not None:
+            saved.add(row.get("step", 0))
+    if not count:
+        return None
+    head = _hash_line(last)
+    for path in complete(run.checkpoints):
+        if parse_step(path) not in saved and (digest := _read_seal(path)):
+            line = _encode_line({"step": parse_step(path), "checkpoint": digest}, previous=head)
+            with run.chain.open("ab") as file:
+                file.write(line)
+            head, count = _hash_line(line), count + 1
+    return {"head": head, "lines": count}
+
+
+def _read_seal(path: Path) -> str | None:
+    """Return the SHA-256 of a checkpoint's manifest, as its last file states; None if this was removed."""
+    with suppress(OSError):
+        return (path / COMPLETE).read_text().strip()
+    return None
+
+
+def _encode_line(values: Mapping[str, Any], *, previous: str) -> bytes:
+    return json.dumps(sanitize_json({"previous": previous, **values})).encode() + b"\n"
 
 
 def _hash_line(line: bytes) -> str:
@@ -143,30 +196,29 @@ class ChainFile:
                 self._close()
 
     def _rewind(self, first: int, *, evaluated: bool) -> None:
-        """Remove the lines after step ``first``; add its checkpoint, whose line may have been one of them."""
-        self._previous, self._last, end = "", {}, 0
+        """Remove the lines after step ``first``; add checkpoints up to it without a line, which was lost."""
+        self._previous, self._last = "", {}
+        saved = set[int]()
         try:
-            for link in read_chain(self._run.chain):
-                if link.step > first or (link.step == first and link.kind == "evaluated" and not evaluated):
-                    break
-                self._previous, self._last[link.kind], end = link.digest, link.step, link.end
-            is_broken = False
+            for link in rewind_chain(self._run, first, evaluated=evaluated):
+                self._previous, self._last[link.kind] = link.digest, link.step
+                if link.kind == "checkpoint":
+                    saved.add(link.step)
         except BrokenChainError as error:
             _logger.warning("%s. `worldsize audit` will report this.", error)
-            head, is_broken = compute_head(self._run.chain), True
-            self._previous = head["head"] if head else ""
+            self._previous = _hash_line(last_line(self._run.chain, within=_END))
         self._file = self._run.chain.open("ab", buffering=0)
-        if not is_broken:
-            os.truncate(self._run.chain, end)
         if not self._previous:
             self._write_line({"run": self._run.id})
+        self._last.pop("checkpoint", None)
         for path in complete(self._run.checkpoints):
-            if parse_step(path) == first:
-                self._append_checkpoint(first, path)
+            if parse_step(path) <= first and parse_step(path) not in saved:
+                self._append_checkpoint(parse_step(path), path)
+        self._last["checkpoint"] = first
 
     def _append_checkpoint(self, step: int, path: Path) -> None:
-        with suppress(CheckpointError):  # damaged or deleted meanwhile
-            self._append("checkpoint", step, read_digest(path))
+        if digest := _read_seal(path):
+            self._append("checkpoint", step, digest)
 
     def _append(self, kind: Kind, step: int, value: Any, **more: Any) -> None:
         if step > self._last.get(kind, 0):  # otherwise another process has written it before it failed
@@ -174,10 +226,10 @@ class ChainFile:
             self._write_line({"step": step, kind: value, **more})
 
     def _write_line(self, values: Mapping[str, Any]) -> None:
-        line = json.dumps(sanitize_json({"previous": self._previous, **values})).encode()
+        line = _encode_line(values, previous=self._previous)
         self._previous = _hash_line(line)
         if self._file is not None:
-            self._file.write(line + b"\n")
+            self._file.write(line)
 
     def _close(self) -> None:
         if self._file is not None:

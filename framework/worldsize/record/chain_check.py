@@ -13,8 +13,8 @@ from typing import Any, Literal, final
 
 from worldsize.checkpoint.format import complete, parse_step, read_digest
 from worldsize.errors import CheckpointError, WorldsizeError
-from worldsize.record.chain import BrokenChainError, Kind, Link, compute_head, read_chain
-from worldsize.record.json_lines import Row, wrap_read_errors
+from worldsize.record.chain import BrokenChainError, Kind, Link, read_chain
+from worldsize.record.json_lines import Row, complete_lines, wrap_read_errors
 from worldsize.record.metrics import extract_computed, metric_rows
 from worldsize.record.run_record import RunView
 from worldsize.strict_json import sanitize_json
@@ -31,11 +31,14 @@ def check_record(run: RunView) -> list[str]:
     """
     path = run.directory.chain
     with wrap_read_errors(run.directory.path):
-        head = compute_head(path)
-        if head is None:
+        if next(complete_lines(path), None) is None:
             raise WorldsizeError(f"{path} is missing or empty. Audit a run of this version of worldsize.")
+        saved, head = dict[int, str](), dict[str, Any]()
         try:
-            saved = {link.step: link.row["checkpoint"] for link in read_chain(path) if link.kind == "checkpoint"}
+            for number, link in enumerate(read_chain(path), 1):
+                head = {"head": link.digest, "lines": number}
+                if link.kind == "checkpoint":
+                    saved[link.step] = link.row["checkpoint"]
         except BrokenChainError as error:
             return [f"{error}."]
         return [
@@ -46,10 +49,15 @@ def check_record(run: RunView) -> list[str]:
         ]
 
 
+def is_sealed(run: RunView) -> bool:
+    """Return whether the manifest contains the end of the chain: the last attempt has ended, and was not killed."""
+    return "chain" in run.results and run.exit_reason not in ("running", "killed")
+
+
 def _check_head(run: RunView, first: Link, head: Mapping[str, Any]) -> Iterator[str]:
-    if first.row.get("run") != run.manifest["run_id"]:
-        yield f"the chain is of the run {first.row.get('run')}."
-    if (recorded := run.results.get("chain")) and recorded != head:
+    if first.row["run"] != run.manifest["run_id"]:
+        yield f"the chain is of the run {first.row['run']}."
+    if is_sealed(run) and (recorded := run.results["chain"]) != head:
         yield (
             f"the chain has {head['lines']} lines and ends with {head['head'][:16]}; the manifest lists "
             f"{recorded['lines']} lines and {recorded['head'][:16]}."
@@ -65,6 +73,8 @@ def _check_metrics(run: RunView, path: Path) -> Iterator[str]:
         rows = (row for row in metric_rows(run.directory.metrics) if row["event"] == event)
         links = (link for link in read_chain(path) if link.kind == kind)
         for row, link in zip_longest(rows, links):
+            if row is None and not is_sealed(run):  # the process was killed between the two writes
+                break
             if row is None or link is None or (row["step"], get_values(row)) != (link.step, link.row[kind]):
                 step = min(([row["step"]] if row else []) + ([link.step] if link else []))
                 yield f"metrics.jsonl differs from the chain at step {step} ({event})."
@@ -81,13 +91,17 @@ def _check_results(run: RunView, path: Path) -> Iterator[str]:
 
 
 def _check_checkpoints(run: RunView, saved: Mapping[int, str]) -> Iterator[str]:
-    for path in complete(run.directory.checkpoints):
+    kept = complete(run.directory.checkpoints)
+    for path in kept:
         try:
             digest = read_digest(path)
         except CheckpointError as error:
             yield str(error)
             continue
-        if (expected := saved.get(parse_step(path))) != digest:
+        expected = saved.get(parse_step(path))
+        if expected is None and path == kept[-1] and not is_sealed(run):
+            continue  # the process was killed before it could add the line
+        if expected != digest:
             fact = "is not in the chain" if expected is None else "differs from the one in the chain"
             yield f"the checkpoint {path.name} {fact}."
 
@@ -221,17 +235,39 @@ class ChainDifference:
 def compare_chains(recorded: Path, repeated: Path, *, first: int, last: int) -> ChainDifference | None:
     """Return the first difference between two chains in the steps after ``first`` up to ``last``.
 
-    Digests of audited gradients are only compared if both chains have them.
+    Digests of audited gradients are only compared if both chains have them. The first logged loss is not compared if it
+    is NaN or infinite: it may be that of a step before ``first``, since such losses are logged with the next log.
+
+    Raises:
+        WorldsizeError: the repetition ended before step ``last``.
     """
     one, other = (_collect_values(path, first, last) for path in (recorded, repeated))
-    for key in sorted(one.keys() | other.keys()):
+    if one and max(one)[0] > max(other, default=(first, ""))[0]:
+        raise WorldsizeError(
+            f"the repetition ended before step {max(one)[0]}. Audit the run again; if it is stopped by a time limit, "
+            "audit it on another cluster, e.g. with cluster=laptop."
+        )
+    keys = sorted(one.keys() | other.keys())
+    first_log = next((key for key in keys if key[1] == "logged"), None)
+    for key in keys:
         (step, kind), then, now = key, one.get(key), other.get(key)
+        if key == first_log and then and now:
+            then, now = _drop_nonfinite_loss(then, now)
         if then == now or (kind == "audited" and None in (then, now)):
             continue
         names = sorted({*(then or {}), *(now or {})} - {"step"})
         name = next((each for each in names if (then or {}).get(each) != (now or {}).get(each)), kind)
         return ChainDifference(step, name, *(_format_value(each, name) for each in (then, now)))
     return None
+
+
+def _drop_nonfinite_loss(
+    one: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    if all(isinstance(each["logged"]["loss"], float | int) for each in (one, other)):
+        return one, other
+    first, second = ({**each, "logged": {**each["logged"], "loss": None}} for each in (one, other))
+    return first, second
 
 
 def _collect_values(path: Path, first: int, last: int) -> dict[tuple[int, str], Mapping[str, Any]]:

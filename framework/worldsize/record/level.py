@@ -80,7 +80,7 @@ def resume_downgrades(manifest: Mapping[str, Any]) -> list[Downgrade]:
     for resumed in manifest.get("resumed", ()):
         for key, then, now in resumed["changes"]:
             reason = f"{key}: {then} -> {now} in attempt {resumed['attempt']}"
-            if key.split(".")[0] not in _NOT_COMPUTED:
+            if key.split(".")[0] not in _NOT_COMPUTED or key == "checkpoint.ignore":
                 reasons.append(Downgrade("none", reason))
             elif key.startswith(_DECIDE_BITS):
                 reasons.append(Downgrade("tolerance", reason))

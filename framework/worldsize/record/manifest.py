@@ -19,7 +19,7 @@ from types import NoneType
 from typing import Any, NoReturn
 
 from worldsize.errors import WorldsizeError
-from worldsize.files import read_regular, replace_file
+from worldsize.files import ATTESTATION, read_regular, replace_file
 from worldsize.moved import rename_targets
 from worldsize.strict_json import LARGEST, parse_strict_json, sanitize_json
 
@@ -31,12 +31,14 @@ _SEALS = re.compile(r'\n  "(digest|signature)": (?:"([0-9a-f]*)"|null),?(?=\n)')
 def write_manifest(path: Path, manifest: Mapping[str, Any], *, own: bool = True) -> dict[str, Any]:
     """Write the manifest atomically with sorted keys, and return it as written.
 
+    A signed statement about the previous manifest is removed.
     ``digest`` is the SHA-256 of the text without ``digest`` and ``signature``. The manifest is only signed if it is
     this user's ``own``, so that a change to another user's record does not change its owner.
     """
     facts = sanitize_json({**manifest, "schema_version": SCHEMA_VERSION})
     digest = _compute_digest(facts)
     written = {**facts, "digest": digest, "signature": _signature(digest) if own else None}
+    path.with_name(ATTESTATION).unlink(missing_ok=True)
     replace_file(path, _serialize_manifest(written).encode())
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)

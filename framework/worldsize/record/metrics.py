@@ -182,6 +182,7 @@ def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
         parse_step,
         read_checkpoint,
     )
+    from worldsize.record.chain import BrokenChainError, rewind_chain
 
     saved, evaluated = complete(run.checkpoints), True
     if saved:
@@ -189,6 +190,9 @@ def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
             evaluated = read_checkpoint(saved[-1]).facts.get("evaluated", True)
     step = parse_step(saved[-1]) if saved else 0
     left = rewind_metrics(run.metrics, step, evaluated=evaluated)
+    with suppress(BrokenChainError):  # an audit reports it
+        for _ in rewind_chain(run, step, evaluated=evaluated):
+            pass
     if not step:
         return 0
     changes = [change for resumed in manifest.get("resumed", ()) for change in resumed["changes"]]

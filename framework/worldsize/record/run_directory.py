@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, ClassVar, final
 
 from worldsize.errors import ConfigError, RunFolderError, WorldsizeError
-from worldsize.files import RECORD, is_file, is_folder, open_regular
+from worldsize.files import ATTESTATION, RECORD, is_file, is_folder, open_regular
 from worldsize.world.scratch import full_folder
 
 LATEST = 253_402_300_799.0  # Unix time of the last second of the year 9999
@@ -49,7 +49,7 @@ class RunDirectory:
         self.patch = path / "code.patch"
         self.plugins = path / "plugins"  # plugin root with copies of plugins that other hosts may lack
         self.project = path / "project"  # copy of the recorded project, for another user's run
-        self.attestation = path / "attestation.json"  # signed statement about the run, for other users and tools
+        self.attestation = path / ATTESTATION  # signed statement about the run, for other users and tools
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.chain = path / "chain.jsonl"  # hash chain of what the run computed, for `worldsize audit`
