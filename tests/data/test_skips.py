@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -43,7 +43,7 @@ def test_positions_are_those_outside_of_the_ranges(ranges: list[tuple[int, int]]
     assert [place for span in spans for place in span] == expected
     assert [skipped.find_position(place) for place in range(first, first + count)] == expected
     assert all(spans)
-    assert all(before.stop < after.start for before, after in zip(spans, spans[1:], strict=False))
+    assert all(before.stop < after.start for before, after in pairwise(spans))
 
 
 @given(RANGES, RANGES, st.integers(0, 150))

@@ -20,7 +20,7 @@ from torch import Tensor
 from worldsize.core import ConfigError, Dealing
 from worldsize.data.batches import is_iterable
 from worldsize.data.permutation import Shuffle
-from worldsize.data.skips import SkippedSamples
+from worldsize.data.skips import NOTHING_SKIPPED, SkippedSamples
 from worldsize.data.source import Transformed
 from worldsize.seeds import derive_seed
 
@@ -56,8 +56,8 @@ def own_order(dataset: Any) -> OwnOrder | None:
 class Order:
     """Order of training samples: one permutation per epoch, split by step and logical rank.
 
-    Batches may span two epochs, so every sample is used exactly once per epoch at any batch size. ``skipped`` samples are
-    passed over, so later samples move to earlier steps.
+    Batches may span two epochs, so every sample is used exactly once per epoch at any batch size. Samples at the
+    ``skipped`` positions are passed over, so later samples move to earlier steps.
     """
 
     seed: int
@@ -66,7 +66,7 @@ class Order:
     mine: tuple[int, ...]  # logical ranks of this process
     balanced: bool = False  # whether to regroup samples by length (see Balanced)
     shuffle: Shuffle = field(default_factory=Shuffle)
-    skipped: SkippedSamples = field(default_factory=SkippedSamples)
+    skipped: SkippedSamples = NOTHING_SKIPPED
 
     @property
     def micro_batch_size(self) -> int:
@@ -181,7 +181,7 @@ class Balanced:
         seed: int,
         logical_ranks: int,
         epoch: int | None,
-        skipped: SkippedSamples = SkippedSamples(),
+        skipped: SkippedSamples = NOTHING_SKIPPED,
     ) -> None:
         self._plain, self._lengths_n = plain, lengths_n
         self._seed, self._logical_ranks, self._epoch, self._skipped = seed, logical_ranks, epoch, skipped
@@ -247,6 +247,15 @@ def _sort_by_length(lengths: Tensor, places: range, batch_size: int, random: tor
     return torch.cat([cuts[turn] for turn in turns.tolist()])
 
 
+def refuse_skips(dataset: Any) -> None:
+    """Raise ConfigError if samples of ``dataset`` cannot be skipped, because they have no positions."""
+    if is_iterable(dataset):
+        raise ConfigError(
+            "skip_samples and spike.on_spike=rewind require an indexable data set, but the data are a stream, whose "
+            "samples have no positions. Return an indexable data set, or remove these options."
+        )
+
+
 def sample_lengths(dataset: Any) -> Lengths:
     """Return the sample lengths of ``dataset``, for length balancing.
 
@@ -274,7 +283,7 @@ def create_balanced_order(dataset: Any, order: Order) -> Balanced:
         ConfigError: the data set does not provide lengths, or is a stream.
     """
     lengths = sample_lengths(dataset)
-    all_ranks = replace(order, logical_ranks=1, skipped=SkippedSamples())
+    all_ranks = replace(order, logical_ranks=1, skipped=NOTHING_SKIPPED)
 
     def compute_plain_indices(step: int) -> Tensor:
         return all_ranks.indices_in(dataset, step, 0)

@@ -100,3 +100,6 @@ class SkippedSamples:
     def is_same_before(self, other: SkippedSamples, places: int) -> bool:
         """Return whether the first ``places`` samples that are used are the same with ``other``."""
         return not places or self.find_positions(range(places)) == other.find_positions(range(places))
+
+
+NOTHING_SKIPPED = SkippedSamples()
