@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from omegaconf import OmegaConf
-
 from worldsize.checkpoint.format import complete, parse_step, sync_folder
 from worldsize.config.arguments import parse_override_key
 from worldsize.config.compose import format_keywords
+from worldsize.config.recorded import change_recorded, format_words
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, Failure, Outcome, Spike
 from worldsize.data.skips import SkippedSamples
@@ -27,7 +26,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.files import read_regular, replace_file
 from worldsize.record.metrics import last_step
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import RunRecord
+from worldsize.record.run_record import Manifest, RunRecord
 from worldsize.strict_json import parse_strict_json
 
 _logger = logging.getLogger(__name__)
@@ -103,12 +102,14 @@ class Rewind:
     is_spike: bool
 
     @staticmethod
-    def from_request(request: RewindRequest, run: RunDirectory, config: Mapping[str, Any]) -> Rewind:
-        """Return the rewind to the last checkpoint before the spike, without the samples of the steps since then."""
-        skipped = SkippedSamples.from_words(config.get("skip_samples", ()))
+    def from_request(request: RewindRequest, run: RunDirectory, skipped: SkippedSamples, batch_size: int) -> Rewind:
+        """Return the rewind to the last checkpoint before the spike, without the samples of the steps since then.
+
+        ``skipped``: positions skipped so far. ``batch_size``: samples per step.
+        """
         step = max((saved for saved in map(parse_step, complete(run.checkpoints)) if saved <= request.since), default=0)
-        batch = int(config["batch_size"])
-        added = [(skipped.find_position(step * batch), skipped.find_position(request.step * batch - 1) + 1)]
+        used, trained = step * batch_size, request.step * batch_size
+        added = [(skipped.find_position(used), skipped.find_position(trained - 1) + 1)]
         undone = max(request.step, last_step(run.metrics))
         return Rewind(undone, step, added, skipped.add_ranges(added), request.why, is_spike=True)
 
@@ -137,7 +138,7 @@ class Rewind:
         return f"going back from step {self.undone} to step {self.step}{samples}{kept}"
 
 
-def add_rewind(manifest: Mapping[str, Any], rewind: Rewind, folder: Path | None) -> dict[str, Any]:
+def add_rewind(manifest: Manifest, rewind: Rewind, folder: Path | None) -> Manifest:
     """Return ``manifest`` with this rewind in the list of rewinds."""
     row = {
         "attempt": len(manifest["attempts"]) + 1,
@@ -155,23 +156,24 @@ def _format_ranges(ranges: Sequence[tuple[int, int]]) -> list[str]:
     return [f"{first}:{end}" for first, end in ranges]
 
 
-def count_rewinds(manifest: Mapping[str, Any], *, spikes_only: bool = False) -> int:
+def count_rewinds(manifest: Manifest, *, spikes_only: bool = False) -> int:
     """Return the number of recorded rewinds, or only of those at a spike."""
     return sum(not spikes_only or each["cause"] == "spike" for each in manifest.get("rewinds", ()))
 
 
-def is_applied(manifest: Mapping[str, Any]) -> bool:
+def is_applied(manifest: Manifest) -> bool:
     """Return whether the request of the last attempt is already in the manifest, but its file was not removed."""
     number = len(manifest["attempts"]) + 1
     return any(each["cause"] == "spike" and each["attempt"] == number for each in manifest.get("rewinds", ()))
 
 
-def describe_excess(request: RewindRequest, manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+def describe_excess(request: RewindRequest, manifest: Manifest, *, limit: int | None = None) -> str | None:
     """Return why the run must not go back again; None if it may.
 
-    ``config``: the configuration, whose ``spike.rewinds`` limits the number of rewinds.
+    ``limit``: maximum number of rewinds at a spike; None: as recorded.
     """
-    limit, done = int((config.get("spike") or {}).get("rewinds", 0)), count_rewinds(manifest, spikes_only=True)
+    limit = manifest["config"]["spike"]["rewinds"] if limit is None else limit
+    done = count_rewinds(manifest, spikes_only=True)
     if done < limit:
         return None
     return (
@@ -188,7 +190,7 @@ def conclude_attempt(record: RunRecord, outcome: Outcome) -> Outcome:
     """
     if outcome.exit_reason != "preempted" or (request := read_request(record.directory)) is None:
         return outcome
-    if (excess := describe_excess(request, record.manifest, record.manifest["config"])) is not None:
+    if (excess := describe_excess(request, record.manifest)) is not None:
         failure = Failure("worker", 0, excess, 1, request.step)
         return replace(outcome, exit_reason="failed", exit_code=1, failure=failure)
     return replace(outcome, exit_reason=REWOUND)
@@ -203,7 +205,7 @@ def is_stopping(run: RunDirectory) -> bool:
 def is_exhausted(record: RunRecord) -> bool:
     """Return whether a worker requests to go back more often than the run may."""
     request, manifest = read_request(record.directory), record.manifest
-    return request is not None and describe_excess(request, manifest, manifest["config"]) is not None
+    return request is not None and describe_excess(request, manifest) is not None
 
 
 def apply_request(record: RunRecord) -> None:
@@ -218,12 +220,13 @@ def apply_request(record: RunRecord) -> None:
     if is_applied(manifest):
         run.rewind.unlink()
         return
-    if (excess := describe_excess(request, manifest, manifest["config"])) is not None:
+    if (excess := describe_excess(request, manifest)) is not None:
         raise WorldsizeError(excess)
-    rewind = Rewind.from_request(request, run, manifest["config"])
+    recorded = manifest["config"]
+    skipped = SkippedSamples.from_words(recorded["skip_samples"])
+    rewind = Rewind.from_request(request, run, skipped, recorded["batch_size"])
     folder = rewind.put_aside(run, count_rewinds(manifest) + 1)
-    config: Any = OmegaConf.to_container(OmegaConf.load(run.config))
-    config["skip_samples"] = rewind.skipped.words
+    config, text = change_recorded(run, {"skip_samples": rewind.skipped.words})
     words = replace_override(manifest["overrides"], rewind.skipped)
     amended = {
         **add_rewind(manifest, rewind, folder),
@@ -231,8 +234,7 @@ def apply_request(record: RunRecord) -> None:
         "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
         "overrides": words,
     }
-    overrides = OmegaConf.to_yaml(OmegaConf.create(words))
-    record.record_rewind(amended, config=OmegaConf.to_yaml(OmegaConf.create(config)), overrides=overrides)
+    record.record_rewind(amended, config=text, overrides=format_words(words))
     run.rewind.unlink()
     _logger.warning("%s", rewind.describe(folder))
 
@@ -270,20 +272,18 @@ def plan_rewind(
         step = step if start is None else start
         undone = max([step, last_step(run.metrics), *saved])
         return Rewind(undone, step, added, skipped.add_ranges(added), "requested by hand", is_spike=False)
-    request, spike = read_request(run), config.get("spike") or {}
-    if request is None or is_applied(manifest) or spike.get("factor") is None or spike.get("on_spike") != "rewind":
+    request, spike = read_request(run), config["spike"]
+    if request is None or is_applied(manifest) or spike["factor"] is None or spike["on_spike"] != "rewind":
         return None
-    if (excess := describe_excess(request, manifest, config)) is not None:
+    if (excess := describe_excess(request, manifest, limit=spike["rewinds"])) is not None:
         raise WorldsizeError(f"{excess} Nothing was started.")
-    return Rewind.from_request(request, run, config)
+    return Rewind.from_request(request, run, skipped, config["batch_size"])
 
 
-def check_skipped(settings: Settings, recorded: Mapping[str, Any], step: int) -> None:
-    """Raise ConfigError if the samples of steps up to ``step`` would differ from the ``recorded`` configuration's."""
-    training = settings.training
-    before, now = (
-        SkippedSamples.from_words(words) for words in (recorded.get("skip_samples", ()), training.skip_samples)
-    )
+def check_skipped(settings: Settings, record: RunRecord, step: int) -> None:
+    """Raise ConfigError if the samples of steps up to ``step`` would differ from those that the run has trained."""
+    training, recorded = settings.training, record.manifest["config"].get("skip_samples", ())  # missing in older runs
+    before, now = SkippedSamples.from_words(recorded), SkippedSamples.from_words(training.skip_samples)
     used = step * training.batch_size
     if not before.is_same_before(now, used):
         end = before.find_position(used - 1) + 1

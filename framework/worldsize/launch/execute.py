@@ -395,13 +395,12 @@ def resume_run(
         )
     step = _find_step(run) if rewind is None else rewind.step
     _check_steps(settings, step)
-    check_skipped(settings, record.manifest["config"], step)
+    check_skipped(settings, record, step)
+    folder = None
     if rewind is not None:
         folder = rewind.put_aside(run, count_rewinds(record.manifest) + 1)
         _logger.warning("%s", rewind.describe(folder))
-        amend_record(settings, plan, record, clean, words, rewind=(rewind, folder))
-    else:
-        amend_record(settings, plan, record, clean, words)
+    amend_record(settings, plan, record, clean, words, rewind=(rewind, folder) if rewind is not None else None)
     run.rewind.unlink(missing_ok=True)
     if not isinstance(launcher, Launcher):
         record.close()  # the job or the first host's agent acquires the lock

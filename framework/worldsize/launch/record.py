@@ -141,7 +141,7 @@ def amend_record(
         amended["resumed"] = [*manifest.get("resumed", ()), clean.scrub_tree(resumed)]
         amended = apply_downgrades(amended)
     if rewind is not None:
-        amended = add_rewind(amended, *rewind)
+        amended = {**add_rewind(amended, *rewind)}
     overrides = overrides_text(words, clean)
     record.record_resume(amended, config=config_text(config), overrides=overrides, secrets=plan.secrets)
 

@@ -38,6 +38,7 @@ from worldsize.data.loader import micro_batches
 from worldsize.data.order import epoch_length, refuse_skips
 from worldsize.data.streams import TrainingStream
 from worldsize.data.worker_loader import AutoWorkers
+from worldsize.errors import WorldsizeError
 from worldsize.healing.loop_state import GangHooks, LoopState
 from worldsize.healing.rewind import request_rewind
 from worldsize.loop.fit import LoopCallbacks, TrainingProgress, fit
@@ -170,13 +171,25 @@ class Training:
             self._history.evaluations = logged[0]
 
     def _broadcast_logged_values(self, first: TrainingProgress) -> None:
-        """Broadcast the recorded losses and gradient norms from the first rank if spikes are detected."""
-        if (spike := self._settings.spike) and first.step:
-            last = spike.window + 1
-            logged = [logged_values(self._run.metrics, until=first.step, last=last) if self._world.rank == 0 else []]
-            if self._world.group is not None:
-                dist.broadcast_object_list(logged, group=self._world.group, group_src=0)
-            self._history.logged.extend(logged[0])
+        """Broadcast the recorded losses and gradient norms from the first rank if spikes are detected.
+
+        Raises:
+            WorldsizeError: this process skips other samples than the first rank.
+        """
+        spike, own = self._settings.spike, list(self._settings.training.skip_samples)
+        if not (spike or own):
+            return
+        last = spike.window + 1 if spike and first.step else 0
+        logged = logged_values(self._run.metrics, until=first.step, last=last) if self._world.rank == 0 else []
+        shared: list[Any] = [logged, own]
+        if self._world.group is not None:
+            dist.broadcast_object_list(shared, group=self._world.group, group_src=0)
+        if shared[1] != own:  # the run went back, and a network file system still has the earlier file
+            raise WorldsizeError(
+                f"{self._run.config} has skip_samples={own} on this host, but {shared[1]} on the first one. Check that "
+                "the hosts share the run folder, and resume the run."
+            )
+        self._history.logged.extend(shared[0])
 
     def _check_spike(self, done: StepDone | None = None) -> None:
         """Report a spike at the last logged step; with on_spike=rewind, raise SpikeFoundError on all ranks.
@@ -198,12 +211,13 @@ class Training:
 
     def _leave_before(self, spike: Spike, heartbeat: Heartbeat | None) -> int:
         """End this attempt without saving, so that the run goes back to before ``spike``."""
+        is_stopping = self._preemption.is_wanted()
         step = max(spike.step, self._state.progress.step if self._state.progress else 0)
         if heartbeat:
             heartbeat.step(step)
         self._checkpoints.finish()
         if self._world.rank == 0:
-            request_rewind(self._run, spike, stops=self._preemption.is_wanted())
+            request_rewind(self._run, spike, stops=is_stopping)
         self._hooks.finish()
         self._checkpoints.close()
         self._emit_events(RunEnded(step, "preempted"))
