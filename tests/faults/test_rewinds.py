@@ -6,7 +6,8 @@ import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from tests.faults.test_healing import faults
 from tests.support.own_recipe import write_recipe
 from tests.support.runs import Command, Run, environment
 from worldsize.data.order import Order
+from worldsize.healing.rewind import RewindRequest, apply_request, read_request
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import RunRecord
 from worldsize.seeds import derive_seed
 
 pytestmark = pytest.mark.heavy
@@ -302,3 +306,32 @@ def test_a_warning_changes_no_bits(project: Project) -> None:
     assert digest(run) == digest(plain)
     assert "warning: step 22: the loss is" in run.output + run.error
     assert attempts(run) == [("completed", [0, 40])]
+
+
+def test_a_run_asked_to_stop_at_a_spike_goes_back_when_resumed(project: Project, command: Command, clean: Any) -> None:
+    bad = plant(22)
+    ask = faults({"action": "terminate", "rank": 0, "step": 22})
+    run = project(*ELASTIC, *DETECTION, *bad, ask, "cluster.processes=2")
+    assert (run.code, attempts(run)) == (75, [("rewound", [0, 23])])
+    folder = run.folder or Path()
+    request = (folder / "rewind.json").read_bytes()
+    (folder / "rewind.json").write_text('{"step": 1, "since": 5}')
+    done = resume(command, run)
+    assert (done.returncode, "is not a valid request" in done.stderr) == (2, True)
+    (folder / "rewind.json").write_bytes(request)
+    assert resume(command, run).returncode == 0
+    assert rewinds(run) == [[22, 20, ["240:264"], "spike", 2, "rewound/001"]]
+    assert not (folder / "rewind.json").exists()
+    assert digest(run) == clean("240:264", *bad)
+    assert len(attempts(run)) == 2
+
+
+def test_a_request_is_applied_once(tmp_path: Path) -> None:
+    run, row = RunDirectory(tmp_path / "run"), {"cause": "spike", "attempt": 2}
+    run.path.mkdir()
+    RewindRequest(22, 21, "step 22", stops=False).write(run)
+    manifest = {"attempts": [{}], "rewinds": [row]}
+    record = cast("RunRecord", SimpleNamespace(directory=run, manifest=manifest))
+    apply_request(record)  # the launching process died after it had written the manifest
+    assert read_request(run) is None
+    apply_request(record)
