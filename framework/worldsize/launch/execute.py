@@ -29,7 +29,7 @@ from worldsize.data.source import check_paths
 from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, SchedulerUnreachableError, WorldsizeError
 from worldsize.healing.rewind import check_skipped, count_rewinds, plan_rewind, replace_override
 from worldsize.launch.local import Local
-from worldsize.launch.record import add_secrets, amend_record, check_same, create_scrubber, write_record
+from worldsize.launch.record import add_secrets, amend_record, check_initial, check_same, create_scrubber, write_record
 from worldsize.launch.restarts import command_line, is_discarded, run_attempts
 from worldsize.launch.scheduled import wait_for
 from worldsize.launch.sweep import read_run_end, show_ends
@@ -394,6 +394,8 @@ def resume_run(
             "on this machine. Start a new run with skip_samples; nothing was started."
         )
     step = _find_step(run) if rewind is None else rewind.step
+    if rewind is not None and not step and settings.initial:
+        check_initial(settings.initial, record.manifest.get("init_from"))
     _check_steps(settings, step)
     check_skipped(settings, record, step)
     folder = None
