@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -335,3 +338,29 @@ def test_a_request_is_applied_once(tmp_path: Path) -> None:
     apply_request(record)  # the launching process died after it had written the manifest
     assert read_request(run) is None
     apply_request(record)
+
+
+def test_torchrun_continues_from_where_the_run_went_back(
+    project: Project, tmp_path: Path, warm_python: Path, clean: Any
+) -> None:
+    bad = plant(22)
+    written = project(*ELASTIC, *DETECTION, *bad, "+cluster=torchrun", "cluster.processes=2")
+    assert written.code == 0, written.error
+    (printed,) = re.findall(r"# on node \d\n(.+)", written.output)
+    path = f"{Path(sys.executable).parent}:{environment()['PATH']}"
+    started = [
+        subprocess.run(
+            ["bash", "-c", printed],
+            cwd=tmp_path,
+            env=environment(PATH=path, PYTHON_EXEC=str(warm_python)),
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        for _ in range(2)
+    ]
+    assert started[0].returncode != 0
+    assert "going back from step 22 to step 20 without the samples 240:264" in started[0].stderr
+    assert started[1].returncode == 0, started[1].stderr
+    assert [reason for reason, _ in attempts(written)] == ["rewound", "completed"]
+    assert digest(written) == clean("240:264", *bad)
