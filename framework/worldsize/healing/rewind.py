@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, final
 
@@ -42,7 +43,7 @@ class RewindRequest:
 
     Attributes:
         step: The logged step with the spike.
-        since: The previous logged step, which had no spike.
+        since: The previous logged step, without a spike.
         why: Description of the spike.
         stops: Whether the run was also asked to stop, and must not continue by itself.
     """
@@ -113,15 +114,16 @@ class Rewind:
         undone = max(request.step, last_step(run.metrics))
         return Rewind(undone, step, added, skipped.add_ranges(added), request.why, is_spike=True)
 
-    def put_aside(self, run: RunDirectory, number: int) -> Path | None:
-        """Move the checkpoints of later steps to ``rewound``, and copy the metrics there; return the folder.
+    def put_aside(self, run: RunDirectory) -> Path | None:
+        """Move the checkpoints of later steps to a new folder in ``rewound``, and copy the metrics there.
 
-        Returns None if there is nothing later. ``number``: counts the run's rewinds, from 1.
+        Returns the folder, or None if there is nothing later.
         """
         later = [path for path in complete(run.checkpoints) if parse_step(path) > self.step]
         if not later and last_step(run.metrics) <= self.step:
             return None
-        folder = run.rewound / f"{number:03d}"
+        folders = (run.rewound / f"{number:03d}" for number in count(1))
+        folder = next(folder for folder in folders if not folder.exists())
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         if run.metrics.exists():
             shutil.copy2(run.metrics, folder / run.metrics.name)
@@ -132,7 +134,7 @@ class Rewind:
         return folder
 
     def describe(self, folder: Path | None) -> str:
-        """Describe the rewind in one line; ``folder`` has what it has put aside."""
+        """Describe the rewind in one line; ``folder`` is the result of :meth:`put_aside`."""
         samples = f" without the samples {', '.join(_format_ranges(self.added))}" if self.added else ""
         kept = f"; later checkpoints and metrics are in {folder}" if folder else ""
         return f"going back from step {self.undone} to step {self.step}{samples}{kept}"
@@ -156,11 +158,6 @@ def _format_ranges(ranges: Sequence[tuple[int, int]]) -> list[str]:
     return [f"{first}:{end}" for first, end in ranges]
 
 
-def count_rewinds(manifest: Manifest, *, spikes_only: bool = False) -> int:
-    """Return the number of recorded rewinds, or only of those at a spike."""
-    return sum(not spikes_only or each["cause"] == "spike" for each in manifest.get("rewinds", ()))
-
-
 def is_applied(manifest: Manifest) -> bool:
     """Return whether the request of the last attempt is already in the manifest, but its file was not removed."""
     number = len(manifest["attempts"]) + 1
@@ -173,7 +170,7 @@ def describe_excess(request: RewindRequest, manifest: Manifest, *, limit: int | 
     ``limit``: maximum number of rewinds at a spike; None: as recorded.
     """
     limit = manifest["config"]["spike"]["rewinds"] if limit is None else limit
-    done = count_rewinds(manifest, spikes_only=True)
+    done = sum(each["cause"] == "spike" for each in manifest.get("rewinds", ()))
     if done < limit:
         return None
     return (
@@ -225,7 +222,7 @@ def apply_request(record: RunRecord) -> None:
     recorded = manifest["config"]
     skipped = SkippedSamples.from_words(recorded["skip_samples"])
     rewind = Rewind.from_request(request, run, skipped, recorded["batch_size"])
-    folder = rewind.put_aside(run, count_rewinds(manifest) + 1)
+    folder = rewind.put_aside(run)
     config, text = change_recorded(run, {"skip_samples": rewind.skipped.words})
     words = replace_override(manifest["overrides"], rewind.skipped)
     amended = {

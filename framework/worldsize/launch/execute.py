@@ -27,7 +27,7 @@ from worldsize.core import AgentLauncher, BatchLauncher, Cluster, Failure, Launc
 from worldsize.data.order import refuse_skips, sample_lengths
 from worldsize.data.source import check_paths
 from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, SchedulerUnreachableError, WorldsizeError
-from worldsize.healing.rewind import check_skipped, count_rewinds, plan_rewind, replace_override
+from worldsize.healing.rewind import check_skipped, plan_rewind, replace_override
 from worldsize.launch.local import Local
 from worldsize.launch.record import add_secrets, amend_record, check_initial, check_same, create_scrubber, write_record
 from worldsize.launch.restarts import command_line, is_discarded, run_attempts
@@ -400,7 +400,7 @@ def resume_run(
     check_skipped(settings, record, step)
     folder = None
     if rewind is not None:
-        folder = rewind.put_aside(run, count_rewinds(record.manifest) + 1)
+        folder = rewind.put_aside(run)
         _logger.warning("%s", rewind.describe(folder))
     amend_record(settings, plan, record, clean, words, rewind=(rewind, folder) if rewind is not None else None)
     run.rewind.unlink(missing_ok=True)

@@ -128,7 +128,7 @@ def amend_record(
 ) -> None:
     """Update the record of a resumed run with its new configuration and the changes.
 
-    ``words`` are all overrides of the resumed run. ``rewind``: how it goes back, and the folder with what it undoes.
+    ``words`` are all overrides of the resumed run. ``rewind``: how it goes back, and the folder with the undone steps.
     """
     manifest, config = record.manifest, clean.scrub_tree(settings.config)
     amended = {
