@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import settings
 
 from tests.support import warm
-from tests.support.zygote import collapse
-from worldsize.world.scratch import private_folder
+from tests.support.zygote import collapse, run_zygote
 
 settings.register_profile("busy", deadline=None)  # a busy machine may be slow
 settings.load_profile("busy")
@@ -36,20 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start the zygote once for all processes of a test run; it imports nothing before its first request."""
     if warm.ZYGOTE in os.environ:
         return
-    folder = private_folder()
-    path = folder / "socket"
-    spare = "-" * 4000  # its children write their own command lines there
-    zygote = subprocess.Popen([sys.executable, str(Path(warm.__file__).with_name("zygote.py")), str(path), spare])
-    while not path.exists():
-        assert zygote.poll() is None
-        time.sleep(0.005)
-    os.environ[warm.ZYGOTE] = str(path)
+    stack = ExitStack()
+    os.environ[warm.ZYGOTE] = str(stack.enter_context(run_zygote()))
 
     def end() -> None:
         del os.environ[warm.ZYGOTE]
-        zygote.kill()
-        zygote.wait()
-        shutil.rmtree(folder)
+        stack.close()
 
     config.add_cleanup(end)
 

@@ -69,14 +69,15 @@ def _host(rank: int) -> str:
     return f"h{rank % 4 + 1}"  # later ones are dealt to the hosts in the same way as the first ones
 
 
-def ended(process: subprocess.Popen[str], root: Path) -> tuple[str, str, list[list[int]]]:
+def ended(process: subprocess.Popen[str], root: Path, *, each: int = 1) -> tuple[str, str, list[list[int]]]:
     """Wait for the end; return the digest, the output, and the members of each membership of the only attempt."""
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     (path,) = root.rglob("run_manifest.json")
     (attempt,) = json.loads(path.read_text())["attempts"]
     digest = json.loads((path.parent / "result.json").read_text())["state_digest"]
-    assert all(each["hosts"] == [_host(rank) for rank in each["members"]] for each in attempt["memberships"])
+    for membership in attempt["memberships"]:
+        assert membership["hosts"] == [_host(rank // each) for rank in membership["members"]]
     return digest, output, [each["members"] for each in attempt["memberships"]]
 
 
@@ -337,3 +338,15 @@ def test_a_signal_saves_on_all_hosts(launch: Any, begun: Any, tmp_path: Path) ->
     (attempt,) = json.loads((folder / "run_manifest.json").read_text())["attempts"]
     assert attempt["exit_reason"] == "preempted"
     assert (folder / "checkpoints" / f"step_{attempt['steps'][1]:07}").exists()
+
+
+def test_all_processes_of_the_host_with_wrong_bits_leave(
+    launch: Any, undisturbed: Callable[..., str], tmp_path: Path
+) -> None:
+    audit = ("integrity.audit=1", "integrity.on_mismatch=heal", "launcher.max_restarts=2")
+    flip = "faults=[{action: flip, target: gradient, rank: 3, step: 9, bit: 30}]"
+    process = launch("steps=20", *audit, flip, each=2)
+    digest, output, memberships = ended(process, tmp_path, each=2)
+    assert (memberships[0], memberships[-1]) == ([0, 1, 2, 3], [0, 1]), output
+    assert "step 9: wrong bits on rank 3 on h2" in output
+    assert digest == undisturbed("steps=20")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from worldsize.core import World
 from worldsize.data.batches import get_collate_fn
 from worldsize.data.loader import evaluation_batches, micro_batches
-from worldsize.data.order import Order, assign_logical_ranks
+from worldsize.data.order import Order, SampleDigest, assign_logical_ranks
 from worldsize.errors import ConfigError
 from worldsize.testing.recipes import Chain
 
@@ -194,3 +196,18 @@ def test_evaluation_and_streams_are_padded_too(dataset: Any) -> None:
 def test_a_recipe_that_says_nothing_leaves_the_shortest_way_to_a_batch() -> None:
     assert get_collate_fn(Chain()) is default_collate
     assert Chain().collate([torch.ones(2), torch.zeros(2)]).shape == (2, 2)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_the_digest_of_samples_is_that_of_the_loaded_batches(balanced: bool) -> None:
+    dataset = TensorDataset(torch.arange(50))
+    dataset.lengths = torch.arange(50) * 7 % 11  # type: ignore[attr-defined]
+    loaded: dict[tuple[int, int], Any] = {}
+    for rank in range(2):
+        own = replace(order(12, 4, rank, 2, seed=3), balanced=balanced)
+        for step in islice(micro_batches(dataset, own, CPU, first=2), 4):
+            loaded |= {(batch.step, batch.logical_rank): batch.data[0].numpy().astype("<i8") for batch in step}
+    expected = hashlib.sha256(b"".join(loaded[key].tobytes() for key in sorted(loaded)))
+    digest = SampleDigest(dataset, replace(order(12, 4, seed=3), balanced=balanced))
+    assert digest.digest_steps(range(3, 7)) == expected.hexdigest()
+    assert digest.digest_steps(range(3, 6)) != expected.hexdigest()

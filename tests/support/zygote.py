@@ -13,17 +13,21 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from worldsize.world.processes import SIGNALS, die_with_parent
+from worldsize.world.scratch import private_folder
 
 PRELOADED = (
     "worldsize.launch.agent",
@@ -49,6 +53,24 @@ FDS = 6  # standard streams and namespaces
 _MADV_COLLAPSE = 25  # since Linux 6.1; no effect on earlier kernels
 _HUGE_PAGE = 2 << 20  # bytes
 _LIMIT = 1 << 20
+
+
+@contextmanager
+def run_zygote() -> Iterator[Path]:
+    """Run a zygote in this block, and yield its socket; it imports nothing before its first request."""
+    folder = private_folder()
+    path = folder / "socket"
+    spare = "-" * 4000  # its children write their own command lines there
+    zygote = subprocess.Popen([sys.executable, __file__, str(path), spare])
+    while not path.exists():
+        assert zygote.poll() is None
+        time.sleep(0.005)
+    try:
+        yield path
+    finally:
+        zygote.kill()
+        zygote.wait()
+        shutil.rmtree(folder)
 
 
 class _Child:

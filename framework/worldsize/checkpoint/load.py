@@ -6,6 +6,7 @@ The planners of torch.distributed.checkpoint fill each rank's tensors in place.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -188,14 +189,56 @@ def read_tensors(checkpoint: Checkpoint, part: str, *, only: Collection[str] | N
         only: Names of the tensors to read; None reads all.
     """
     prefix = f"{part}/"
-    described = {
-        name: facts
-        for name, facts in checkpoint.tensors.items()
+    names = [
+        name
+        for name in checkpoint.tensors
         if name.startswith(prefix) and (only is None or name.removeprefix(prefix) in only)
-    }
+    ]
+    return {name.removeprefix(prefix): tensor for name, tensor in _read_named(checkpoint, names).items()}
+
+
+_COMPARED = 256 << 20  # bytes of tensors that are read at once
+
+
+def find_differing_tensor(one: Checkpoint, other: Checkpoint) -> str | None:
+    """Return the name of the first tensor, within the whole state, whose bits or shape differ; None if all are equal.
+
+    The checkpoints may have been written by different numbers of ranks.
+    """
+    for name in sorted(one.tensors.keys() | other.tensors.keys()):
+        if name not in one.tensors or name not in other.tensors:
+            return name
+    for names in _group_tensors(one):
+        first, second = (_read_named(each, names) for each in (one, other))
+        for name in names:
+            if not _has_same_bits(first[name], second[name]):
+                return name
+    return None
+
+
+def _group_tensors(checkpoint: Checkpoint) -> Iterator[list[str]]:
+    """Yield the names of tensors to read together."""
+    group, size = list[str](), 0
+    for name, facts in sorted(checkpoint.tensors.items()):
+        group.append(name)
+        size += math.prod(facts["shape"]) * DTYPES[facts["dtype"]].itemsize
+        if size >= _COMPARED:
+            yield group
+            group, size = [], 0
+    yield group
+
+
+def _has_same_bits(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def _read_named(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, Tensor]:
+    described = {name: checkpoint.tensors[name] for name in names}
     tensors = {name: torch.empty(facts["shape"], dtype=DTYPES[facts["dtype"]]) for name, facts in described.items()}
     state_dict_loader.load(dict(tensors), storage_reader=Reader(checkpoint), no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Tensor]) -> Iterator[str]:

@@ -7,32 +7,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO, final
 
 from rich.console import Console
 
-from worldsize.checkpoint.format import COMPLETE, MANIFEST, Checkpoint, complete, parse_step, read_checkpoint
-from worldsize.checkpoint.load import read_tensors
+from worldsize.checkpoint.format import complete, parse_step, read_checkpoint
+from worldsize.checkpoint.load import find_differing_tensor
 from worldsize.cli import exit_process, run_folder
 from worldsize.config.arguments import build_number_parser
 from worldsize.config.compose import format_override
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
-from worldsize.files import open_regular
-from worldsize.launch.reproduction import Checkout, Reproduction
+from worldsize.launch.reproduction import Checkout, Reproduction, show_on_error
 from worldsize.messages import report_error
 from worldsize.observe.summary import comparison_table, operations_table
 from worldsize.record.compare import Comparison, compare_runs
 from worldsize.record.first_difference import FirstDifference, find_first_difference, find_first_step
 from worldsize.record.json_lines import wrap_read_errors
 from worldsize.record.metrics import last_step
-from worldsize.record.operations import digest_tensor, list_streams, read_states
+from worldsize.record.operations import list_streams, read_states
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunView, read_run
 from worldsize.strict_json import sanitize_json
@@ -131,7 +129,7 @@ def compare_operations(first: RunView, second: RunView, comparison: Comparison, 
     until = _find_differing_step(first, second, comparison)
     shared = _find_shared_checkpoint(first, second, before=until)
     same_processes = _count_processes(first) == _count_processes(second)
-    with temporary_folder() as scratch, _show_on_error(scratch / "log") as log, ExitStack() as stack:
+    with temporary_folder() as scratch, show_on_error(scratch / "log") as log, ExitStack() as stack:
         replays = [
             Replay(stack.enter_context(_prepare(run, scratch / name, log, yes=yes)), checkpoint)
             for run, name, checkpoint in zip((first, second), ("a", "b"), shared or (None, None), strict=True)
@@ -164,18 +162,6 @@ def _explain_equal_results(comparison: Comparison) -> Iterator[str]:
         yield "the recorded runs differ, but training again gave equal results"
 
 
-@contextmanager
-def _show_on_error(path: Path) -> Iterator[TextIO]:
-    """Yield a new file for the output of the repeated runs; print it if one fails."""
-    with path.open("w+", errors="replace") as log:
-        try:
-            yield log
-        except WorldsizeError:
-            log.seek(0)
-            print(log.read(), end="", file=sys.stderr)
-            raise
-
-
 def _find_differing_step(first: RunView, second: RunView, comparison: Comparison) -> int:
     """Return the first step that differs in the records; it may have been preceded by others that were not logged.
 
@@ -194,28 +180,9 @@ def _find_shared_checkpoint(first: RunView, second: RunView, *, before: int) -> 
     runs = [{parse_step(path): path for path in complete(run.directory.checkpoints)} for run in (first, second)]
     for step in sorted(runs[0].keys() & runs[1].keys(), reverse=True):
         one, other = runs[0][step], runs[1][step]
-        if step < before and _has_same_state(read_checkpoint(one), read_checkpoint(other)):
+        if step < before and find_differing_tensor(read_checkpoint(one), read_checkpoint(other)) is None:
             return one, other
     return None
-
-
-def _copy_checkpoint(checkpoint: Path, target: Path) -> None:
-    """Copy only the files that the manifest lists, without links out of the run. A resume verifies the copies."""
-    with wrap_read_errors(checkpoint):
-        target.mkdir(parents=True)
-        for name in (*read_checkpoint(checkpoint).files, MANIFEST, COMPLETE):
-            with open_regular(checkpoint / name) as source, (target / name).open("xb") as copy:
-                shutil.copyfileobj(source, copy)
-
-
-def _has_same_state(one: Checkpoint, other: Checkpoint) -> bool:
-    if one.tensors.keys() != other.tensors.keys():
-        return False
-    for part in {name.partition("/")[0] for name in one.tensors}:
-        first, second = read_tensors(one, part), read_tensors(other, part)
-        if any(digest_tensor(first[name]) != digest_tensor(second[name]) for name in first):
-            return False
-    return True
 
 
 def _count_processes(run: RunView) -> int:
@@ -240,12 +207,8 @@ class Replay:
         """Train up to ``step``, and return the folder with its operations; ``saved``: the one to save."""
         print(f"training {self.checkout.original.id} again up to step {step}", file=sys.stderr, flush=True)
         options = [f"profile.operations={step}", format_override("profile.saved_operation", saved)]
-        if self.checkpoint is None:
-            run, code = self.checkout.train(*options)
-        else:
-            run, code = self.checkout.train(*options, "launch=write")
-            _copy_checkpoint(self.checkpoint, run.checkpoints / self.checkpoint.name)
-            code = code or self.checkout.run_command("resume", str(run.path))
+        run = self.checkout.write(*options)
+        code = self.checkout.resume(run, self.checkpoint)
         if code not in (0, PREEMPTED):
             raise WorldsizeError(f"repeating {self.checkout.original.id} failed with exit code {code}; see above.")
         self._check_complete(run, step)

@@ -57,6 +57,9 @@ class StepDone:
         epoch: Passes over the training data since the start of the run, including skipped samples; None if the data are
             a stream.
         splits: Seconds of data, compute, communication and update for each rank and each measured step; only on rank 0.
+        losses_sha256: SHA-256 of the losses of all logical ranks in this step, in order, as little-endian float64.
+        indices_sha256: SHA-256 of the sample indices of the steps since the previous logged step, in order of steps and
+            logical ranks, as little-endian int64; None on other processes than the first, and for streams.
     """
 
     step: int
@@ -80,6 +83,8 @@ class StepDone:
     update_samples: float | None = None
     tokens: int | None = None
     epoch: float | None = None
+    losses_sha256: str = ""
+    indices_sha256: str | None = None
 
     def collect_log_values(self) -> dict[str, float]:
         """Return the values for loggers by name, omitting those not computed or measured."""
@@ -158,6 +163,18 @@ class Straggling:
     slower: float
     since: int
     health: str = ""
+
+
+@dataclass(frozen=True)
+class GradientsAudited:
+    """Processes have compared the gradients of ``step``, and found no difference.
+
+    ``digest``: of all losses, gradients and saved buffers of the step, 16 hexadecimal digits; it does not depend on the
+    number of processes.
+    """
+
+    step: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -374,6 +391,7 @@ Event = (
     | CheckpointSaved
     | CheckpointFailed
     | Straggling
+    | GradientsAudited
     | BitMismatch
     | Spike
     | NodeAlert

@@ -6,6 +6,7 @@ steps by length, so that all ranks take about equally long.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -254,6 +255,28 @@ def refuse_skips(dataset: Any) -> None:
             "skip_samples and spike.on_spike=rewind require an indexable data set, but the data are a stream, whose "
             "samples have no positions. Return an indexable data set, or remove these options."
         )
+
+
+@final
+class SampleDigest:
+    """Digests of the sample indices of an ``order``, over all logical ranks, for a map-style ``dataset``."""
+
+    def __init__(self, dataset: Any, order: Order) -> None:
+        self._dataset, self._order = dataset, replace(order, logical_ranks=1)
+        self._balanced = create_balanced_order(dataset, order) if order.balanced else None
+        self._ranks = range(order.logical_ranks)
+
+    def digest_steps(self, steps: range) -> str:
+        """Return the SHA-256 of the indices of ``steps``, as little-endian int64, by step and logical rank."""
+        digest = hashlib.sha256()
+        for step in steps:
+            digest.update(self._compute_indices(step).numpy().astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def _compute_indices(self, step: int) -> Tensor:
+        if self._balanced is None:
+            return self._order.indices_in(self._dataset, step, 0)  # logical ranks have consecutive parts of a step
+        return torch.cat([self._balanced.compute_rank_indices(step, rank) for rank in self._ranks])
 
 
 def sample_lengths(dataset: Any) -> Lengths:

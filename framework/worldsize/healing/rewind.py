@@ -115,7 +115,7 @@ class Rewind:
         return Rewind(undone, step, added, skipped.add_ranges(added), request.why, is_spike=True)
 
     def put_aside(self, run: RunDirectory) -> Path | None:
-        """Move the checkpoints of later steps to a new folder in ``rewound``, and copy the metrics there.
+        """Move the checkpoints of later steps to a new folder in ``rewound``, and copy the metrics and the chain there.
 
         Returns the folder, or None if there is nothing later.
         """
@@ -125,8 +125,9 @@ class Rewind:
         folders = (run.rewound / f"{number:03d}" for number in count(1))
         folder = next(folder for folder in folders if not folder.exists())
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        if run.metrics.exists():
-            shutil.copy2(run.metrics, folder / run.metrics.name)
+        for file in (run.metrics, run.chain):
+            if file.exists():
+                shutil.copy2(file, folder / file.name)
         for path in reversed(later):  # newest first, so that the newest remaining one can be resumed at any time
             path.rename(folder / "checkpoints" / path.name)
         for each in (folder / "checkpoints", run.checkpoints) if later else ():

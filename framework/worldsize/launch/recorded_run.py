@@ -110,11 +110,11 @@ def _confirm_code(manifest: Mapping[str, Any], project: Path, *, yes: bool) -> N
 
 
 def _not_replaced(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the recorded overrides that are not replaced by typed ones.
+    """Return the recorded overrides that are not replaced by typed ones, without ``run.stop_after``.
 
     Typing a strategy drops the recorded strategy's options, too; typing a cluster also drops the launcher's options.
     """
-    replaced = [parse_override_key(word) for word in overrides]
+    replaced = ["run.stop_after", *(parse_override_key(word) for word in overrides)]
     groups = tuple(f"{key}." for key in replaced if key in GROUPS) + (("launcher.",) if "cluster" in replaced else ())
     return [
         word

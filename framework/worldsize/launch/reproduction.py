@@ -17,13 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import IO, final
+from typing import IO, TextIO, final
 
+from worldsize.checkpoint.format import COMPLETE, MANIFEST, read_checkpoint
 from worldsize.config.arguments import parse_override_key
 from worldsize.config.compose import format_override
 from worldsize.config.search_path import get_bundle_folder
 from worldsize.core import ContainerImage
 from worldsize.errors import WorldsizeError
+from worldsize.files import open_regular
 from worldsize.launch.recorded_run import (
     check_recorded_targets,
     read_recorded_flags,
@@ -43,6 +45,7 @@ from worldsize.record.container import (
     version_of_uv,
 )
 from worldsize.record.inputs import check_kept, link_data, remove_compiled
+from worldsize.record.json_lines import wrap_read_errors
 from worldsize.record.rebuild import (
     Interpreter,
     Lock,
@@ -218,6 +221,36 @@ class Checkout:
             raise WorldsizeError("the run was rejected; see the message above.")
         return RunDirectory(folder), code
 
+    def write(self, *options: str) -> RunDirectory:
+        """Write a new run with further ``options``, to be resumed; return its folder.
+
+        Raises:
+            WorldsizeError: the run was refused; the reason has been shown.
+        """
+        run, code = self.train(*options, "launch=write")
+        if code:
+            raise WorldsizeError("the run was rejected; see the message above.")
+        return run
+
+    def resume(self, run: RunDirectory, checkpoint: Path | None, *options: str) -> int:
+        """Resume ``run`` from a checkpoint of the recorded run, with its logged values; return the exit code.
+
+        Checkpoints of ``run`` are removed. Only the files that a manifest lists are copied, without links out of the
+        recorded run; loading verifies the copies. None: train from the start.
+
+        Raises:
+            WorldsizeError: the checkpoint cannot be copied.
+        """
+        shutil.rmtree(run.checkpoints, ignore_errors=True)
+        with wrap_read_errors(self.original.path):
+            if checkpoint is not None:
+                copied = run.checkpoints / checkpoint.name
+                copied.mkdir(parents=True)
+                for name in (*read_checkpoint(checkpoint).files, MANIFEST, COMPLETE):
+                    _copy_file(checkpoint / name, copied / name)
+                _copy_file(self.original.metrics, run.metrics)  # decisions such as early stopping depend on them
+        return self.run_command("resume", str(run.path), *options)
+
     def run_command(self, *words: str) -> int:
         """Run a worldsize command in the checkout; return its exit code."""
         path = os.pathsep.join(map(str, (*self.python.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep))))
@@ -237,6 +270,23 @@ class Checkout:
             text=True,
         )
         return done.returncode
+
+
+@contextmanager
+def show_on_error(path: Path) -> Iterator[TextIO]:
+    """Yield a new file for the output of repeated runs; print it if one fails."""
+    with path.open("w+", errors="replace") as log:
+        try:
+            yield log
+        except WorldsizeError:
+            log.seek(0)
+            print(log.read(), end="", file=sys.stderr)
+            raise
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    with open_regular(source) as file, target.open("wb") as copy:
+        shutil.copyfileobj(file, copy)
 
 
 def _list_clones(recorded: RunView) -> list[Path]:

@@ -54,6 +54,11 @@ class LoopConfig:
         """Return whether ``step`` is logged; the first and the last step always are."""
         return step % self.log_every == 0 or step in (1, self.steps)
 
+    def find_previous_log(self, step: int) -> int:
+        """Return the last logged step before ``step``; 0 if there is none."""
+        due = (step - 1) // self.log_every * self.log_every
+        return max(due, min(step - 1, 1))
+
     def may_log(self, step: int) -> bool:
         """Return whether ``step`` may be logged: it is due, or its evaluation may end the run."""
         return self.logs(step) or self.evaluates(step)

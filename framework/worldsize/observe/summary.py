@@ -16,6 +16,7 @@ from rich.text import Text
 from worldsize.core import format_display_name
 from worldsize.messages import printable
 from worldsize.observe.wandb import format_upload_command
+from worldsize.record.chain_check import AuditReport, Coverage
 from worldsize.record.compare import Comparison, Divergence
 from worldsize.record.first_difference import FirstDifference
 from worldsize.record.operations import OperationRecord
@@ -52,8 +53,8 @@ def _collect_rows(result: Mapping[str, Any], folder: Path) -> Iterator[tuple[str
 
 _COLOURS = {
     **dict.fromkeys(("within tolerance", "not reproduced"), "bold yellow"),
-    "bitwise identical": "bold green",
-    "different": "bold red",
+    **dict.fromkeys(("bitwise identical", "nothing found"), "bold green"),
+    **dict.fromkeys(("different", "altered"), "bold red"),
 }
 _WIDTH = 160  # columns of a table outside of a terminal
 _SHOWN = 20  # maximum number of tensors shown, the most divergent first
@@ -124,6 +125,36 @@ def operations_table(difference: FirstDifference | None, remarks: Sequence[str],
     if difference.ulp is not None:
         facts.append(f"largest difference: {difference.ulp:,} ULP")
     return Group(*map(Text, map(printable, facts)), table, *notes)
+
+
+def audit_table(report: AuditReport) -> RenderableType:
+    """Build a table of what an audit covered and found, and the verdict."""
+    parts: list[RenderableType] = [Text(printable(each), style="bold red") for each in report.problems]
+    if report.differences:
+        table = Table("step", "differs", "recorded", "repeated", box=None, pad_edge=False)
+        for each in report.differences:
+            cells = (each.what, each.recorded or "", each.repeated or "")
+            table.add_row(str(each.step), *(Text(printable(cell)) for cell in cells))
+        parts.append(table)
+    if report.coverage is not None:
+        parts += [Text(printable(line)) for line in _describe_coverage(report, report.coverage)]
+    parts += [Text(printable(remark)) for remark in report.remarks]
+    return Group(*parts, Text(report.verdict, style=_COLOURS[report.verdict]))
+
+
+def _describe_coverage(report: AuditReport, coverage: Coverage) -> Iterator[str]:
+    yield (
+        f"trained again: {len(coverage.chosen)} of {len(coverage.intervals)} intervals between saves, "
+        f"{coverage.audited_share:.1%} of the steps (--seed {report.seed})"
+    )
+    if coverage.unreached_share:
+        yield (
+            f"not reached by a kept checkpoint: {coverage.unreached_share:.1%} of the steps. Keep more checkpoints "
+            "(checkpoint.keep.every), or allow longer intervals (--longest)."
+        )
+    if report.verdict == "nothing found":
+        for share, probability in report.list_pass_probabilities().items():
+            yield f"a run of which a random {share:.0%} was altered would pass with probability {probability:.3f}"
 
 
 def _describe_operation(operation: OperationRecord | None) -> dict[str, str]:

@@ -23,6 +23,7 @@ NOT_TRAINED = (
         "checkpoint",
         "allow_targets",
         "faults",
+        "integrity",
     ),
     "autoscale",
     "spike",

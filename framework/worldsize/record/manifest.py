@@ -150,20 +150,25 @@ def _signature(digest: str) -> str | None:
 
 def _read_key() -> bytes | None:
     with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home folder
-        path = Path.home() / ".config" / "worldsize" / "manifest.key"
+        path = find_key("manifest.key")
         if not path.exists():
-            _create_key(path)
+            create_key_file(path, secrets.token_bytes(32))
         return read_regular(path, at_most=_LONGEST_KEY)
     return None
 
 
-def _create_key(path: Path) -> None:
-    """Create the key atomically; if two runs start simultaneously, both use the same key."""
+def find_key(name: str) -> Path:
+    """Return the path of one of the user's keys. Raises RuntimeError if the user has no home folder."""
+    return Path.home() / ".config" / "worldsize" / name
+
+
+def create_key_file(path: Path, content: bytes) -> None:
+    """Create a key file atomically; if two runs start simultaneously, both use the same key."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(32))
+        file.write(content)
     with suppress(FileExistsError):
         os.link(temporary, path)
     temporary.unlink()

@@ -24,6 +24,8 @@ _END = 1 << 20  # bytes to read from the end of a file for its last line
 # fields that depend only on the computation; the others depend on time
 _COMPUTED = ("event", "step", "samples", "loss", "lr", "grad_norm", "skipped", "metrics")
 
+_NOT_WRITTEN = ("splits", "losses_sha256", "indices_sha256")  # in other files
+
 _OPTIONAL = (
     "facts",
     "metrics",
@@ -109,8 +111,18 @@ class MetricsFile:
         self._file.write(json.dumps(sanitize_json(line)) + "\n")
 
 
+def collect_computed_values(event: StepDone) -> dict[str, Any]:
+    """Return the values of a logged step that depend only on the computation, as they are in its line."""
+    return extract_computed({"event": "step", **_collect_fields(event)})
+
+
+def extract_computed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values in a row that depend only on the computation."""
+    return {key: row[key] for key in _COMPUTED if key in row}
+
+
 def _collect_fields(event: StepDone) -> dict[str, Any]:
-    told = {each.name: getattr(event, each.name) for each in fields(event) if each.name != "splits"}
+    told = {each.name: getattr(event, each.name) for each in fields(event) if each.name not in _NOT_WRITTEN}
     return {name: value for name, value in told.items() if name not in _OPTIONAL or value not in (None, {})}
 
 
@@ -243,6 +255,5 @@ def metrics_digest(path: Path) -> str:
     """Return the SHA-256 of logged values that depend only on the computation, without times."""
     digest = hashlib.sha256()
     for row in metric_rows(path):
-        computed = {key: row[key] for key in _COMPUTED if key in row}
-        digest.update(json.dumps(computed, sort_keys=True).encode() + b"\n")
+        digest.update(json.dumps(extract_computed(row), sort_keys=True).encode() + b"\n")
     return digest.hexdigest()

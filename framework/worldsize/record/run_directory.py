@@ -49,8 +49,10 @@ class RunDirectory:
         self.patch = path / "code.patch"
         self.plugins = path / "plugins"  # plugin root with copies of plugins that other hosts may lack
         self.project = path / "project"  # copy of the recorded project, for another user's run
+        self.attestation = path / "attestation.json"  # signed statement about the run, for other users and tools
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
+        self.chain = path / "chain.jsonl"  # hash chain of what the run computed, for `worldsize audit`
         self.checkpoints = path / "checkpoints"
         self.operations = path / "operations"  # operations of a step, for `worldsize compare --operations`
         self.excluded = path / "excluded"  # hosts excluded as too slow, one per line

@@ -245,6 +245,7 @@ class RunRecord:
             )
         self._write_manifest({**self.manifest, "attempts": [*earlier, self._attempt]})
         self.directory.result.unlink(missing_ok=True)
+        self.directory.attestation.unlink(missing_ok=True)
         return len(self.attempts)
 
     def end_attempt(
@@ -271,6 +272,10 @@ class RunRecord:
         self._write_manifest({**claim(manifest), "results": results})
         self._attempt = None
         write_result(self.directory, results)
+        if self._own and "chain" in results:
+            from worldsize.record.attestation import write_attestation
+
+            write_attestation(self.directory, self.manifest)
         note_failure(self.directory.events, manifest["attempts"][-1])
         return outcome
 
@@ -358,6 +363,7 @@ def _collect_results(directory: RunDirectory, outcome: Outcome) -> dict[str, Any
     Unless the exit code is 0, the exit reason replaces rank 0's results.
     """
     from worldsize.checkpoint.format import complete, read_digest
+    from worldsize.record.chain import compute_head
 
     digests = {}
     for path in complete(directory.checkpoints):
@@ -365,6 +371,7 @@ def _collect_results(directory: RunDirectory, outcome: Outcome) -> dict[str, Any
             digests[path.name] = read_digest(path)
         except CheckpointError as error:  # a damaged checkpoint must not cost the run its results
             _logger.warning("%s The record omits this checkpoint.", error)
+    computed = {"checkpoints": digests, **({"chain": head} if (head := compute_head(directory.chain)) else {})}
     if outcome.exit_code != 0 or not directory.result.exists():
-        return {"exit_reason": outcome.exit_reason, "checkpoints": digests}
-    return {**read_result(directory), "checkpoints": digests}
+        return {"exit_reason": outcome.exit_reason, **computed}
+    return {**read_result(directory), **computed}

@@ -59,7 +59,8 @@ class Mismatch:
 def report_mismatch(context: RunContext, step: int, found: Mismatch | None) -> None:
     """Report a mismatch of bits; then end this process or all of them, or let the gang heal, as configured.
 
-    All training processes must call it.
+    If the gang heals, all processes on the hosts of guilty ones end, unless there are no other hosts; then only the
+    guilty ones do. All training processes must call it.
 
     Args:
         context: Context of the run.
@@ -72,12 +73,13 @@ def report_mismatch(context: RunContext, step: int, found: Mismatch | None) -> N
     world, whole = context.world, get_whole_group(context.world)
     own = None
     if found is not None:
-        where = (world.global_rank, socket.gethostname(), str(world.device))
         flags = [found.is_named(guilty=guilty) for guilty in (True, False)]
-        own = (found.tensor, found.logical_rank, where, *flags)
-    named = [row for row in _gather_values(own, whole, world.device) if row is not None]
-    guilty = [where for *_, where, is_guilty, _ in named if is_guilty]
-    places = guilty or [where for *_, where, _, is_suspect in named if is_suspect]
+        own = (found.tensor, found.logical_rank, *flags)
+    place = (world.global_rank, socket.gethostname(), str(world.device))
+    rows = _gather_values((place, own), whole, world.device)
+    named = [(*row, where) for where, row in rows if row is not None]
+    guilty = [where for *_, is_guilty, _, where in named if is_guilty]
+    places = guilty or [where for *_, is_suspect, where in named if is_suspect]
     ranks, hosts, devices = zip(*places, strict=True)
     (tensor, logical_rank, *_), action = named[0], context.integrity.on_mismatch
     event = BitMismatch(
@@ -93,9 +95,9 @@ def report_mismatch(context: RunContext, step: int, found: Mismatch | None) -> N
     if action == "warn":
         return
     is_guilty, ends_run = world.global_rank in ranks, action == "stop" or not guilty
-    if ends_run or is_guilty:
+    if ends_run or is_guilty or (place[1] in hosts and any(host not in hosts for (_, host, _), _ in rows)):
         raise BitMismatchError(f"{event.describe()} {event.remedy}", is_guilty=is_guilty, ends_run=ends_run)
-    # the guilty processes never take part, so this ends with the membership
+    # the processes that leave never take part, so this ends with the membership
     start_collective(dist.all_reduce, torch.zeros(1, device=world.device), group=whole).wait()
 
 

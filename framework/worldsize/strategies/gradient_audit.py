@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from worldsize.collectives.bit_digest import digest_bits
 from worldsize.collectives.group import start_collective
 from worldsize.collectives.per_rank import get_local_shard
-from worldsize.core import Dealing, MicroBatch, RunContext
+from worldsize.core import Dealing, GradientsAudited, MicroBatch, RunContext
 from worldsize.data.order import assign_logical_ranks
 from worldsize.seeds import derive_seed
 from worldsize.strategies.bit_mismatch import Mismatch, broadcast_value, get_whole_group, report_mismatch
@@ -168,10 +168,16 @@ class GradientAudit:
         totals = self._gather_totals([mine, theirs])
         differs = any(totals[rank][0] != totals[rank - 1][1] for rank in range(self._size))
         if not self._differs_anywhere(differs=differs):
+            self._report_digest(step, sum(total[0] for total in totals) % 2**63)
             return
         votes = self._collect_votes(step, totals, mine, theirs)
         bad = [each for each in votes.values() if len({vote.total for vote in each}) > 1]
         report_mismatch(self._context, step, self._describe(bad) if bad else None)
+
+    def _report_digest(self, step: int, total: int) -> None:
+        """Report the sum of the numbers of all logical ranks, unless processes hold different parts of the model."""
+        if get_whole_group(self._context.world) is self._group:
+            self._context.emit(GradientsAudited(step, f"{total:016x}"))
 
     def _differs_anywhere(self, *, differs: bool) -> bool:
         """Return whether any process found a difference; those that compute passes together must vote together."""
@@ -240,9 +246,8 @@ class GradientAudit:
 
 
 def _combine(digests: Mapping[int, _Digests]) -> int:
-    """Return one number, int64, for the digests of several passes."""
-    text = json.dumps(digests, sort_keys=True)
-    return derive_seed(0, text)
+    """Return one number, int64, for the digests of several passes: the sum over logical ranks, modulo 2^63."""
+    return sum(derive_seed(0, json.dumps(each, sort_keys=True), rank) for rank, each in digests.items()) % 2**63
 
 
 def _find_guilty(votes: Iterable[Sequence[_Vote]], *, shares_weights: bool) -> set[int]:

@@ -42,6 +42,7 @@ from worldsize.observe.health.files import AlertNews
 from worldsize.observe.progress import Progress, ProgressListener
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing, UnitTimes
+from worldsize.record.chain import ChainFile
 from worldsize.record.metrics import MetricsFile
 from worldsize.record.run_directory import RunDirectory, create_private_folder
 from worldsize.record.run_record import read_run
@@ -303,7 +304,8 @@ def global_listeners(
         lock=run.listener_lock,
         alerts=AlertNews(run.events).read_alerts,
     )
-    return [MetricsFile(run.metrics), EventLog(run.events), loggers]
+    # the chain first: if this process fails between two files, another one writes only the metrics again
+    return [ChainFile(run), MetricsFile(run.metrics), EventLog(run.events), loggers]
 
 
 _VOTING = 10.0  # timeout of a vote in seconds; a rank that is computing does not vote

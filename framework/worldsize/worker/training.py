@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from typing import Any, final
 
@@ -35,7 +35,7 @@ from worldsize.core import (
 )
 from worldsize.data.batches import get_collate_fn, is_iterable
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import epoch_length, refuse_skips
+from worldsize.data.order import SampleDigest, epoch_length, refuse_skips
 from worldsize.data.streams import TrainingStream
 from worldsize.data.worker_loader import AutoWorkers
 from worldsize.errors import WorldsizeError
@@ -233,8 +233,21 @@ class Training:
             is_new = self._state.log.is_new(event)
             if isinstance(event, StepDone) and is_new:
                 self._state = replace(self._state, log=replace(self._state.log, last=event))
+                event = self._add_sample_digest(event)
             for listener in [*(self._resources.listeners if is_new else ()), *self._own]:
                 listener(event)
+
+    def _add_sample_digest(self, event: StepDone) -> StepDone:
+        """Add the digest of the sample indices since the previous logged step, on the first process."""
+        train = self._resources.train
+        if self._leads or self._world.rank != 0 or is_iterable(train):
+            return event
+        first = self._settings.loop.find_previous_log(event.step)
+        return replace(event, indices_sha256=self._samples.digest_steps(range(first + 1, event.step + 1)))
+
+    @cached_property
+    def _samples(self) -> SampleDigest:
+        return SampleDigest(self._resources.train, self._memory.order)
 
     def _record_progress(self, progress: TrainingProgress) -> None:
         self._state = replace(self._state, progress=progress)
@@ -316,8 +329,9 @@ class Training:
             trace = self._run.get_profile_file(world.rank)
             create_parent_folders(trace, self._run)
             watched = trace_steps(watched, trace, first=first.step, span=(span[0], span[1]), device=world.device)
-        if (last := settings.observe.profile.operations) is not None:
-            watched = stop_after(watched, last, first=first.step)
+        for last in (settings.run.stop_after, settings.observe.profile.operations):
+            if last is not None:
+                watched = stop_after(watched, last, first=first.step)
         with closing(watched), timer.record_phases() if timer else nullcontext():
             return fit(
                 self._replica,

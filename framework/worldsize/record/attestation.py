@@ -1,0 +1,166 @@
+"""``attestation.json``: a signed in-toto statement about a run, which other tools can verify.
+
+It is an in-toto Statement (v1) in a DSSE envelope (v1.0.2), signed with the user's Ed25519 key. Its subjects are the
+SHA-256 of the manifest, the chain and the manifests of the kept checkpoints. The manifest's own signature is only
+useful to the user who wrote it, since it is an HMAC.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from worldsize.errors import WorldsizeError
+from worldsize.files import open_regular, read_regular, replace_file
+from worldsize.record.manifest import create_key_file, find_key
+from worldsize.record.run_directory import RunDirectory
+from worldsize.strict_json import LARGEST, parse_strict_json
+
+_PAYLOAD = "application/vnd.in-toto+json"
+_PREDICATE = "urn:worldsize:run:v1"
+_PIECE = 1 << 20  # bytes read at once
+_LONGEST_KEY = 1 << 12  # maximum bytes of a key file
+
+
+def write_attestation(run: RunDirectory, manifest: Mapping[str, Any]) -> None:
+    """Write the statement about a run that has ended; do nothing if the user has no folder for keys."""
+    key = _read_private_key()
+    if key is None:
+        return
+    facts = _select(manifest, "run_id", "config_sha256", "reproducibility")
+    code = _select(manifest.get("code") or {}, "commit", "patch_sha256")
+    results = _select(manifest["results"] or {}, "chain", "state_digest", "steps")
+    statement = {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [{"name": name, "digest": {"sha256": digest}} for name, digest in _hash_subjects(run)],
+        "predicateType": _PREDICATE,
+        "predicate": {**facts, "code": code, **results},
+    }
+    payload = json.dumps(statement, sort_keys=True).encode()
+    public = _encode_public(key.public_key())
+    signature = {"keyid": hashlib.sha256(public).hexdigest(), "sig": _to_base64(key.sign(_encode_signed(payload)))}
+    envelope = {"payloadType": _PAYLOAD, "payload": _to_base64(payload), "signatures": [signature]}
+    replace_file(run.attestation, f"{json.dumps(envelope, indent=2)}\n".encode())
+
+
+def _select(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
+
+
+def check_attestation(run: RunDirectory, key: Path | None) -> tuple[list[str], str]:
+    """Check a run's statement.
+
+    Args:
+        run: The run.
+        key: File with the public key of its author (PEM); None: the user's own.
+
+    Returns:
+        Contradictions between the statement and the run's files, and a remark on the signature.
+
+    Raises:
+        WorldsizeError: ``key`` is not a public key.
+    """
+    if not os.path.lexists(run.attestation):
+        return [], "the run has no attestation.json, so its record is not signed for others"
+    known = _read_public_key(key)
+    try:
+        envelope = parse_strict_json(read_regular(run.attestation, at_most=LARGEST))
+        payload = base64.b64decode(envelope["payload"], validate=True)
+        signatures = [base64.b64decode(each["sig"], validate=True) for each in envelope["signatures"]]
+        subjects = {each["name"]: each["digest"]["sha256"] for each in parse_strict_json(payload)["subject"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"attestation.json is damaged ({type(error).__name__}: {error})."], "the signature was not checked"
+    present = dict(_hash_subjects(run))
+    problems = [
+        f"{name} differs from the one in attestation.json."
+        for name in sorted(present.keys() & subjects.keys())
+        if present[name] != subjects[name]
+    ]
+    problems += [f"{name} is not in attestation.json." for name in sorted(present.keys() - subjects.keys())]
+    if known is None:
+        return problems, "the signature was not checked; pass the public key of the run's author with --key"
+    if not any(_is_signed(known, each, payload) for each in signatures):
+        owner = "the user's key" if key is None else str(key)
+        if key is None:
+            return problems, "the signature is not by this user; pass the public key of the run's author with --key"
+        return [*problems, f"the signature in attestation.json was not made with {owner}."], "the signature is wrong"
+    return problems, "the signature is valid"
+
+
+def _hash_subjects(run: RunDirectory) -> Iterator[tuple[str, str]]:
+    checkpoints = sorted(path / "manifest.json" for path in run.checkpoints.glob("step_*"))
+    for path in (run.manifest, run.chain, *checkpoints):
+        with suppress(FileNotFoundError, NotADirectoryError), open_regular(path) as file:
+            digest = hashlib.sha256()
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+            yield str(path.relative_to(run.path)), digest.hexdigest()
+
+
+def _encode_signed(payload: bytes) -> bytes:
+    """Return the bytes that are signed: DSSE's pre-authentication encoding of a payload."""
+    kind = _PAYLOAD.encode()
+    return b" ".join([b"DSSEv1", str(len(kind)).encode(), kind, str(len(payload)).encode(), payload])
+
+
+def _is_signed(key: Ed25519PublicKey, signature: bytes, payload: bytes) -> bool:
+    try:
+        key.verify(signature, _encode_signed(payload))
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _read_private_key() -> Ed25519PrivateKey | None:
+    """Return the user's key, created on first use together with its public file; None without a folder for keys."""
+    with suppress(OSError, RuntimeError, ValueError):  # RuntimeError: the user has no home folder
+        path = find_key("attestation.key")
+        if not path.exists():
+            key = Ed25519PrivateKey.generate()
+            create_key_file(
+                path,
+                key.private_bytes(
+                    serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+                ),
+            )
+        found = serialization.load_pem_private_key(read_regular(path, at_most=_LONGEST_KEY), password=None)
+        if isinstance(found, Ed25519PrivateKey):
+            public = path.with_suffix(".pub")
+            if not public.exists():
+                replace_file(public, _encode_public(found.public_key()))
+            return found
+    return None
+
+
+def _read_public_key(path: Path | None) -> Ed25519PublicKey | None:
+    try:
+        found = serialization.load_pem_public_key(
+            read_regular(path or find_key("attestation.pub"), at_most=_LONGEST_KEY)
+        )
+    except (OSError, RuntimeError, ValueError, UnsupportedAlgorithm) as error:
+        if path is None:
+            return None
+        raise WorldsizeError(f"{path} is not a public key in PEM format: {error}. Pass the author's file.") from None
+    if not isinstance(found, Ed25519PublicKey):
+        if path is None:
+            return None
+        raise WorldsizeError(f"{path} is not an Ed25519 key. Pass the author's attestation.pub.")
+    return found
+
+
+def _encode_public(key: Ed25519PublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def _to_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,0 +1,158 @@
+"""``worldsize audit`` trains parts of a run again, and finds what was altered during the run or in its record."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forgery import CONF, RECIPE, forge_checkpoint, forge_loss
+from tests.support.own_recipe import write_recipe
+from tests.support.runs import Command, Once, Run, Train, environment, folders
+from worldsize.checkpoint.format import folder_name
+from worldsize.record.chain_check import check_record
+from worldsize.record.run_record import read_run
+
+pytestmark = pytest.mark.heavy
+
+OPTIONS = ("recipe=audited", "reproducibility=elastic", "logical_ranks=4", "cluster.processes=2", "log_every=4")
+SAVES = ("checkpoint.every=8", "checkpoint.keep.last=9", "evaluate_every=16")
+VERIFIER = Path(__file__).parents[2] / "docs" / "howto" / "verify_chain.py"
+
+
+@pytest.fixture
+def honest(train_in: Callable[[Path], Train], once: Once, tmp_path: Path) -> Path:
+    """A copy of a run of 40 steps that was saved every 8 steps."""
+
+    def fill(folder: Path) -> None:
+        write_recipe(folder, "audited", RECIPE, audited=CONF)
+        trained = train_in(folder)(*OPTIONS, *SAVES)
+        assert trained.code == 0, trained.error
+
+    (original,) = folders(once("an audited run", fill) / "runs")
+    shutil.copytree(original, tmp_path / "runs" / "audited" / original.name)
+    write_recipe(tmp_path, "audited", RECIPE, audited=CONF)
+    return tmp_path / "runs" / "audited" / original.name
+
+
+@pytest.fixture
+def audit(command: Command, warm_python: Path, tmp_path: Path) -> Callable[..., Any]:
+    """``audit(run, ...)`` audits a run, and returns the exit code and the report."""
+
+    def run(folder: Path, *options: str) -> tuple[int, Any]:
+        words = ("audit", str(folder), "--json", *options)
+        done = command(*words, cwd=tmp_path, environment=environment(), timeout=600, python=warm_python)
+        return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
+
+    return run
+
+
+def verify(folder: Path, *head: str) -> tuple[int, str]:
+    words = [sys.executable, "-I", str(VERIFIER), str(folder), *head]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def test_an_honest_run_passes_at_other_world_sizes_and_strategies(honest: Path, audit: Callable[..., Any]) -> None:
+    assert verify(honest)[0] == 0
+    code, report = audit(honest, "--samples=9", "cluster.processes=4", "strategy=fsdp")
+    assert (code, report["verdict"], report["differences"]) == (0, "nothing found", [])
+    assert report["audited"] == [[1, 8], [9, 16], [17, 24], [25, 32], [33, 40]]
+    assert report["pass_probability"] == {"0.01": 0, "0.05": 0, "0.2": 0}
+    shutil.rmtree(honest / "checkpoints" / folder_name(16))
+    code, report = audit(honest, "--samples=9", "cluster.processes=1", "strategy=single")
+    assert (code, report["verdict"]) == (0, "nothing found")
+    assert report["audited"] == [[1, 8], [9, 16], [25, 32], [33, 40]]
+    assert report["unreached_share"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [("data", "losses"), ("step", "losses"), ("weight", "checkpoint: model/2.bias")]
+)
+def test_alterations_during_the_run_are_found_in_their_interval(
+    kind: str, what: str, tmp_path: Path, train: Train, audit: Callable[..., Any]
+) -> None:
+    write_recipe(tmp_path, "audited", RECIPE, audited=CONF)
+    step = 24 if kind == "weight" else 20  # the last step of an interval shows only in the saved state
+    altered = train(*OPTIONS, *SAVES, ALTER=f"{kind}:{step}")
+    assert altered.code == 0, altered.error
+    assert altered.folder is not None
+    assert verify(altered.folder)[0] == 0
+    code, report = audit(altered.folder, "--samples=9", "cluster.processes=1")
+    (found,) = report["differences"]
+    assert (code, report["verdict"]) == (4, "altered")
+    assert 17 <= found["step"] <= 24
+    assert found["what"] == what or kind != "weight"
+    assert found["what"] in ("losses", "logged") or kind == "weight"
+
+
+def test_forged_losses_and_checkpoints_are_found_by_training_again(honest: Path, audit: Callable[..., Any]) -> None:
+    forge_loss(honest, 12)
+    forge_checkpoint(honest, 32, 24)
+    assert verify(honest)[0] == 0
+    code, report = audit(honest, "--samples=9")
+    assert code == 4
+    found = [(each["step"], each["what"].partition(":")[0]) for each in report["differences"]]
+    assert found[:2] == [(12, "logged"), (32, "checkpoint")]
+    assert found[2][0] > 32, "the interval that starts from the wrong checkpoint"
+
+
+def edit_metrics(folder: Path) -> None:
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"loss": 0', '"loss": 0.0', 1))
+
+
+def drop_lines(folder: Path) -> None:
+    path = folder / "chain.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
+
+
+def swap_checkpoints(folder: Path) -> None:
+    one, other = (folder / "checkpoints" / folder_name(step) for step in (8, 16))
+    shutil.copy(other / "manifest.json", one)
+    shutil.copy(other / "COMPLETE", one)
+
+
+def damage_checkpoint(folder: Path) -> None:
+    (folder / "checkpoints" / folder_name(8) / "COMPLETE").write_text("0\n")
+
+
+@pytest.mark.parametrize("alter", [edit_metrics, drop_lines, swap_checkpoints, damage_checkpoint])
+def test_an_edited_record_contradicts_itself(alter: Callable[[Path], None], honest: Path) -> None:
+    assert check_record(read_run(honest)) == []
+    alter(honest)
+    assert check_record(read_run(honest))
+    assert alter is damage_checkpoint or verify(honest)[0] == 1
+
+
+def test_the_published_head_reveals_a_record_forged_later(honest: Path) -> None:
+    head = verify(honest)[1].split()[-1]
+    assert verify(honest, head)[0] == 0
+    forge_loss(honest, 12)
+    assert verify(honest)[0] == 0
+    code, output = verify(honest, head)
+    assert (code, "does not end with the expected line" in output) == (1, True)
+
+
+def test_runs_that_promise_no_bits_are_refused(reference_run: Callable[..., Run], audit: Callable[..., Any]) -> None:
+    run = reference_run(
+        "recipe=digits", "steps=4", "strategy=single", "cluster.processes=1", "log_every=1", "recipe.dropout=0.2"
+    )
+    assert run.folder is not None
+    code, error = audit(run.folder)
+    assert code == 2
+    assert "only runs with bitwise reproducibility can be audited" in error
+    assert "Train with reproducibility=elastic or deterministic" in error
+
+
+def test_options_that_change_the_bits_are_refused(honest: Path, audit: Callable[..., Any]) -> None:
+    code, error = audit(honest, "seed=3")
+    assert code == 2
+    assert "seed: 0 -> 3, a different experiment" in error
+    assert "cannot be re-created exactly" in error
