@@ -190,6 +190,8 @@ def test_a_rewound_run_is_reproduced_bit_by_bit(project: Project, command: Comma
     done = command("reproduce", str(run.folder), cwd=tmp_path, environment=environment())
     assert done.returncode == 0, done.stderr
     assert "bitwise identical" in done.stdout + done.stderr
+    audit = command("audit", str(run.folder), cwd=tmp_path, environment=environment())
+    assert audit.returncode == 0, audit.stdout + audit.stderr
 
 
 def test_a_spike_between_logged_steps_is_skipped_with_them(project: Project, clean: Callable[..., str]) -> None:
