@@ -108,7 +108,8 @@ def test_a_step_holds_the_same_samples_at_every_world_size(size: int) -> None:
     whole = Order(0, 12, 1, (0,))
     for step in range(1, 5):
         (sources, indices) = zip(*[seen[step, each] for each in range(6)], strict=True)
-        expected = drawn(data, whole.positions(step, 0))
+        (positions,) = whole.positions(step, 0)
+        expected = drawn(data, positions)
         assert list(zip(torch.cat(sources).tolist(), torch.cat(indices).tolist(), strict=True)) == expected
 
 

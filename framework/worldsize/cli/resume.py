@@ -1,4 +1,4 @@
-"""``worldsize resume RUN [OVERRIDE ...]``: resume a run from its newest undamaged checkpoint."""
+"""``worldsize resume RUN [OVERRIDE ...]``: resume a run from its newest undamaged checkpoint, or an earlier one."""
 
 from __future__ import annotations
 
@@ -33,30 +33,72 @@ def main() -> None:
         help="accept changes of a configuration key (e.g. lr, recipe) or of the data files ('data'), or skip a part "
         "of the saved state (optimizer, schedule, hyperparameters, streams); may be given more than once",
     )
+    parser.add_argument(
+        "--from",
+        dest="start",
+        type=int,
+        metavar="STEP",
+        help="go back to the checkpoint of this step, or to the start (0); later checkpoints and metrics are moved to "
+        "the folder rewound of the run",
+    )
+    parser.add_argument(
+        "--skip-samples",
+        dest="skip",
+        action="append",
+        default=[],
+        metavar="FIRST:END",
+        help="leave out the samples at the positions FIRST to END - 1, counted from 0 over all epochs; may be given "
+        "more than once",
+    )
     options = parser.parse_intermixed_args()
     try:
         run, overrides = run_and_overrides(options.words)
         with open_record(RunDirectory(run)) as record:
-            code = resume(record, overrides, options.ignore, allow_older=options.allow_older, yes=options.yes)
+            code = resume(
+                record,
+                overrides,
+                options.ignore,
+                allow_older=options.allow_older,
+                yes=options.yes,
+                start=options.start,
+                skip=options.skip,
+            )
     except WorldsizeError as error:
         code = report_error(error)
     exit_process(code)
 
 
 def resume(
-    record: RunRecord, overrides: Sequence[str], ignore: Sequence[str], *, allow_older: bool, yes: bool = False
+    record: RunRecord,
+    overrides: Sequence[str],
+    ignore: Sequence[str],
+    *,
+    allow_older: bool,
+    yes: bool = False,
+    start: int | None = None,
+    skip: Sequence[str] = (),
 ) -> int:
     """Resume the run with ``overrides``; return the same exit codes as ``worldsize train``.
 
-    ``yes``: resume another user's run without asking.
+    Args:
+        record: The record of the run.
+        overrides: Options that replace recorded ones.
+        ignore: Keys that may differ from the record, and parts of the state that are not loaded.
+        allow_older: Whether to fall back to an older checkpoint if the newest is damaged.
+        yes: Resume another user's run without asking.
+        start: Step of the checkpoint to go back to; 0: the start. None: the newest checkpoint.
+        skip: Samples to skip in addition, such as "12000:12064".
 
     Raises:
         WorldsizeError: the run is complete, its record was not written by worldsize, or the user did not agree to
             resume another user's run.
     """
     run, manifest, own = record.directory, record.manifest, record.is_own
-    if record.is_complete and not overrides:
-        raise WorldsizeError(f"the run {run.path} is complete. To train further, set steps to a larger number.")
+    if record.is_complete and not overrides and start is None:
+        raise WorldsizeError(
+            f"the run {run.path} is complete. To train further, set steps to a larger number, or go "
+            "back to an earlier checkpoint with --from STEP."
+        )
     words = enter_project(record, overrides, yes=yes)
     arguments = [
         *words,
@@ -68,7 +110,7 @@ def resume(
     def resume_with_config(cfg: DictConfig) -> int:
         from worldsize.launch.execute import resume_run
 
-        return resume_run(cfg, record, words, ignore)
+        return resume_run(cfg, record, words, ignore, start=start, skip=skip)
 
     if own:
         return call_composed(resume_with_config, arguments)

@@ -213,6 +213,11 @@ _SWITCHES: tuple[_Switch, ...] = (
     ),
     (("sweep.direction",), lambda cfg: cfg.sweep.metric is not None, "sweep.metric=loss"),
     (("shuffle.block", "shuffle.window"), lambda cfg: bool(cfg.shuffle.enabled), "shuffle.enabled=true"),
+    (
+        ("spike.window", "spike.on_spike", "spike.rewinds"),
+        lambda cfg: cfg.spike.factor is not None,
+        "spike.factor=3",
+    ),
     (("compile_mode",), lambda cfg: bool(cfg.compile), "compile=true"),
     (("init_from_strict",), lambda cfg: cfg.init_from is not None, "init_from=PATH"),
 )

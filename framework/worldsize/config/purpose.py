@@ -10,6 +10,7 @@ _WITHOUT_TRAINING: Mapping[str, object] = {  # turns off features that only trai
     **dict.fromkeys(
         ("logger", "autoscale", "profile.steps", "init_from", "cluster.min_processes", "profile.operations")
     ),
+    "spike.factor": None,
     # these metrics may belong to a split that is not evaluated
     **dict.fromkeys(("checkpoint.keep.best", "early_stopping.metric", "sweep.metric", "schedule_metric")),
     "listeners": {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import lru_cache
@@ -69,6 +69,17 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(folders, list) or not all(isinstance(e, str) for e in folders):
         raise ConfigError(f"{path} is not a run configuration. Restore it from a copy of the run.")
     return {str(key): value for key, value in config.items()}
+
+
+def change_recorded(run: RunDirectory, values: Mapping[str, object]) -> tuple[dict[str, Any], str]:
+    """Return the run's configuration with other ``values``, without secrets, and its text for ``config.yaml``."""
+    config = {**_read_config(run.config), **values}
+    return config, OmegaConf.to_yaml(OmegaConf.create(config))
+
+
+def format_words(words: Sequence[str]) -> str:
+    """Return the text of ``overrides.yaml`` for these overrides."""
+    return OmegaConf.to_yaml(OmegaConf.create(list(words)))
 
 
 def read_launcher(view: RunView) -> BatchLauncher | None:

@@ -18,8 +18,10 @@ from worldsize.core.launcher import HealthLimits
 from worldsize.core.limits import COUNT, LARGEST, NO_KEY, PORT, FilePath, FolderName, Key, OneOf, Range
 from worldsize.core.numerics import Numerics
 from worldsize.core.sections import IntegrityConfig, ShuffleConfig, WeightAverage
+from worldsize.data.skips import SKIP_FORM, SkippedSamples
 from worldsize.errors import ConfigError, neighbours
 from worldsize.loop.early_stopping import EarlyStopping
+from worldsize.loop.spikes import SpikeDetection
 from worldsize.world.environments import ENVIRONMENTS
 from worldsize.world.processes import SIGNALS
 from worldsize.world.topology import Topology
@@ -78,6 +80,8 @@ class TrainingConfig:
         data_workers: Data-loading processes per worker; "auto": as many as shorten its steps.
         length_balanced: Whether samples of similar length share a step; the dataset must define ``lengths``.
         shuffle: How samples are shuffled within an epoch.
+        skip_samples: Samples that no step uses, as ranges of positions in the endless sequence of samples, e.g.
+            ["12000:12064"]: the first position, counted from 0 over all epochs, and the one after the last.
     """
 
     steps: Annotated[int, Key(int | None), COUNT, LARGEST]
@@ -93,9 +97,11 @@ class TrainingConfig:
     ] = 0
     length_balanced: bool = False
     shuffle: ShuffleConfig = field(default_factory=ShuffleConfig)
+    skip_samples: Sequence[Annotated[str, SKIP_FORM]] = ()
 
     def __post_init__(self) -> None:
         self.check_evaluates("schedule_metric", self.schedule_metric)
+        SkippedSamples.from_words(self.skip_samples)  # raises if a range is empty
 
     def check_evaluates(self, key: str, metric: str | None) -> None:
         """Raise ConfigError if ``key`` is set to a metric, but the run is evaluated only at its end."""
@@ -177,6 +183,22 @@ class CheckpointConfig:
         for name in self.signals:
             if name not in known:
                 raise ConfigError(f"checkpoint.signals: unknown signal {name!r}{neighbours(name, known)}")
+
+    def check_rewinds(self, log_every: int) -> None:
+        """Raise ConfigError if no kept checkpoint may be as old as the logged step before a spike.
+
+        A spike is noticed before the logged step with it is saved, and the spike may have begun right after the
+        previous logged step.
+        """
+        if not isinstance(self.every, int) or not self.every or self.keep.every:
+            return
+        needed = 1 + -(-(log_every - 1) // self.every)
+        if self.keep.last < needed:
+            raise ConfigError(
+                f"spike.on_spike=rewind requires a checkpoint from before the last {log_every} steps (log_every), but "
+                f"only {self.keep.last} checkpoints are kept, one every {self.every} steps. Set "
+                f"checkpoint.keep.last={needed}, or a smaller log_every."
+            )
 
     def list_ignored_parts(self, step: int) -> Sequence[str]:
         """Return the parts to ignore in the checkpoint of ``step``; after ``ignore_until``, only hyperparameters."""
@@ -328,6 +350,7 @@ class _TopLevel:
     ema: WeightAverage | None = None
     integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
     early_stopping: EarlyStopping | None = None
+    spike: SpikeDetection | None = None
     sweep: SweepConfig = field(default_factory=SweepConfig)
     faults: Sequence[Mapping[str, Any]] = ()
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

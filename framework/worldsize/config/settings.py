@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from worldsize.config.shape import (
     check_precision,
     check_reduce,
     check_remembers,
+    check_rewinds,
     check_slices,
 )
 from worldsize.core import (
@@ -62,10 +63,12 @@ from worldsize.core import (
 from worldsize.core.sections import IntegrityConfig, WeightAverage
 from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.data.permutation import Shuffle
+from worldsize.data.skips import SkippedSamples
 from worldsize.loop.early_stopping import EarlyStopping
 from worldsize.loop.faults import Faults
 from worldsize.loop.fit import LoopConfig
 from worldsize.loop.initial_weights import InitialWeights
+from worldsize.loop.spikes import SpikeDetection
 from worldsize.record.determinism import Determinism
 
 T = TypeVar("T")
@@ -82,6 +85,7 @@ class Settings(RunShape):
     average: WeightAverage | None  # moving average of the weights, or None
     integrity: IntegrityConfig
     early_stopping: EarlyStopping | None
+    spike: SpikeDetection | None  # None: spikes are not detected
     initial: InitialWeights | None  # initial weights of a new run, or None for random weights
     observe: ObserveConfig
     agents: AgentsConfig
@@ -118,6 +122,18 @@ class Settings(RunShape):
         ranks, policy, health = self.logical_ranks, self.autoscaler, self.observe.watched
         return Plan(folder, self.cluster, self.roles, variables, logical_ranks=ranks, autoscaler=policy, health=health)
 
+    @property
+    def skips_samples(self) -> bool:
+        """Whether samples are skipped, or may be after a spike."""
+        return bool(self.training.skip_samples) or (self.spike is not None and self.spike.rewinds_run)
+
+    @property
+    def spikes_if_nonfinite(self) -> Sequence[str]:
+        """Logged values whose NaN or infinity makes the run go back; float16 gradients may overflow in good steps."""
+        if self.spike is None or not self.spike.rewinds_run or self.numerics.nonfinite != "stop":
+            return ()
+        return ("loss",) if self.numerics.policy.scales_loss else ("loss", "grad_norm")
+
     def update_text(self) -> str:
         """Describe the samples per update and the learning rate, for display."""
         return update_text(self, self.training.lr, batch_size=self.training.batch_size)
@@ -142,8 +158,8 @@ class Settings(RunShape):
         own_ranks = assign_logical_ranks(rank, size, self.logical_ranks, dealing)
         training = self.training
         ranks, balanced = self.logical_ranks, training.length_balanced
-        shuffle = Shuffle(**vars(training.shuffle))
-        return Order(training.seed, training.batch_size, ranks, own_ranks, balanced, shuffle)
+        shuffle, skipped = Shuffle(**vars(training.shuffle)), SkippedSamples.from_words(training.skip_samples)
+        return Order(training.seed, training.batch_size, ranks, own_ranks, balanced, shuffle, skipped)
 
 
 @dataclass(frozen=True)
@@ -223,6 +239,7 @@ def load_settings(objects: Objects) -> Settings:
     recipe, initial = load_recipe(objects)
     faults = Faults.from_rows(config["faults"])
     integrity = build_dataclass(IntegrityConfig, config.get("integrity", {}))
+    spike = _build_spike_detection(config.get("spike") or {})  # missing in older runs
     if observe.profile.operations is not None:
         check_operations(shape, integrity, recipe)
     if shape.trains:
@@ -230,6 +247,9 @@ def load_settings(objects: Objects) -> Settings:
         check_flips(faults, shape.strategy, recipe)
         check_remembers(recipe, shape.roles, shape.launcher, exact=shape.determinism.exact_mode)
         check_graphs(shape.numerics, cluster, shape.micro_batches, recipe)
+        if spike and spike.rewinds_run:
+            check_rewinds(shape, recipe)
+            checkpoint.check_rewinds(training.log_every)
     return Settings(
         **vars(shape),
         config=config,
@@ -242,6 +262,7 @@ def load_settings(objects: Objects) -> Settings:
         early_stopping=None
         if metric is None
         else build_dataclass(EarlyStopping, config["early_stopping"], metric=metric),
+        spike=spike,
         observe=observe,
         # hosts listed in the configuration are already in order
         agents=build_dataclass(
@@ -312,6 +333,10 @@ def _build_weight_average(node: Mapping[str, Any], strategy: Strategy) -> Weight
             "ranks or are on servers. Set ema.decay=null, or use a strategy such as ddp or fsdp."
         )
     return build_dataclass(WeightAverage, node)
+
+
+def _build_spike_detection(node: Mapping[str, Any]) -> SpikeDetection | None:
+    return None if node.get("factor") is None else build_dataclass(SpikeDetection, node)
 
 
 def _canonical(metric: str | None) -> str | None:

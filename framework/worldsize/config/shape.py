@@ -474,6 +474,22 @@ def check_integrity(integrity: IntegrityConfig, shape: RunShape, recipe: Recipe)
             raise ConfigError(f"integrity.audit is not supported with {kind}, which {fact}. Set integrity.audit=0.")
 
 
+def check_rewinds(shape: RunShape, recipe: Recipe) -> None:
+    """Raise ConfigError if this run cannot go back to a checkpoint at a spike."""
+    if any(role.serves for role in shape.roles.values()):
+        raise ConfigError(
+            f"spike.on_spike=rewind is not supported with {type(shape.strategy).__name__}: its servers continue while "
+            "workers restart. Set spike.on_spike=warn, or use a strategy such as ddp or fsdp."
+        )
+    exact = shape.determinism.exact_mode
+    if exact and recipe.remembers and not saves_state(recipe):
+        raise ConfigError(
+            f"spike.on_spike=rewind is not supported with reproducibility={exact}: {type(recipe).__name__} has state "
+            "that is not checkpointed (remembers = True). Implement state and load_state, or set spike.on_spike=warn "
+            "or reproducibility=seeded."
+        )
+
+
 def check_flips(faults: Faults, strategy: Strategy, recipe: Recipe) -> None:
     """Raise ConfigError if bits are to be flipped that this strategy or recipe would leave unchanged."""
     flips = [fault.flip for fault in faults.planned if fault.flip is not None]

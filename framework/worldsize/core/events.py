@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +54,8 @@ class StepDone:
             use; None if the peak is unknown.
         update_samples: Samples per update; None if unknown.
         tokens: Tokens trained since the start of the run; None if samples have no fixed number of tokens.
-        epoch: Passes over the training data since the start of the run; None if the data are a stream.
+        epoch: Passes over the training data since the start of the run, including skipped samples; None if the data are
+            a stream.
         splits: Seconds of data, compute, communication and update for each rank and each measured step; only on rank 0.
         losses_sha256: SHA-256 of the losses of all logical ranks in this step, in order, as little-endian float64.
         indices_sha256: SHA-256 of the sample indices of the steps since the previous logged step, in order of steps and
@@ -215,6 +217,39 @@ class BitMismatch:
 
 
 @dataclass(frozen=True)
+class Spike:
+    """The loss or the gradient norm of a logged step is far above its own history.
+
+    Attributes:
+        step: The logged step.
+        name: "loss" or "grad_norm".
+        value: The value; it may be infinite or NaN.
+        median: Median of the earlier values; None if there are too few.
+        count: Number of earlier finite values.
+        since: The previous logged step; the spike began after it.
+        action: "warn" continues; "rewind" goes back to the last checkpoint before the spike.
+    """
+
+    step: int
+    name: str
+    value: float
+    median: float | None
+    count: int
+    since: int
+    action: Literal["warn", "rewind"]
+
+    def describe(self) -> str:
+        """Describe the spike in one sentence."""
+        name = "gradient norm" if self.name == "grad_norm" else self.name
+        if self.median is None or not math.isfinite(self.value):
+            return f"step {self.step}: the {name} is {self.value:.4g}."
+        return (
+            f"step {self.step}: the {name} is {self.value:.4g}, {self.value / self.median:.3g} times the median of the "
+            f"last {self.count} logged steps."
+        )
+
+
+@dataclass(frozen=True)
 class NodeAlert:
     """A node's health metric exceeds its limit.
 
@@ -358,6 +393,7 @@ Event = (
     | Straggling
     | GradientsAudited
     | BitMismatch
+    | Spike
     | NodeAlert
     | UpdateOverflowed
     | DataWorkersChanged

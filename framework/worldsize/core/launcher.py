@@ -108,8 +108,8 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        exit_reason: "completed", "failed", "interrupted" or "preempted" (saved, can be resumed). For a job of agents,
-            "ended": the agents record the reason themselves.
+        exit_reason: "completed", "failed", "interrupted", "preempted" (saved, can be resumed) or "rewound" (ended to
+            go back before a spike). For a job of agents, "ended": the agents record the reason themselves.
         exit_code: Exit code of the launching command.
         failure: The first process that failed.
         steps: The step before the job's first step, and the last completed step, if known.

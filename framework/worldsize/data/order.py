@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, final
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from worldsize.core import ConfigError, Dealing
 from worldsize.data.batches import is_iterable
 from worldsize.data.permutation import Shuffle
+from worldsize.data.skips import NOTHING_SKIPPED, SkippedSamples
 from worldsize.data.source import Transformed
 from worldsize.seeds import derive_seed
 
@@ -56,7 +57,8 @@ def own_order(dataset: Any) -> OwnOrder | None:
 class Order:
     """Order of training samples: one permutation per epoch, split by step and logical rank.
 
-    Batches may span two epochs, so every sample is used exactly once per epoch at any batch size.
+    Batches may span two epochs, so every sample is used exactly once per epoch at any batch size. Samples at the
+    ``skipped`` positions are passed over, so later samples move to earlier steps.
     """
 
     seed: int
@@ -65,21 +67,26 @@ class Order:
     mine: tuple[int, ...]  # logical ranks of this process
     balanced: bool = False  # whether to regroup samples by length (see Balanced)
     shuffle: Shuffle = field(default_factory=Shuffle)
+    skipped: SkippedSamples = NOTHING_SKIPPED
 
     @property
     def micro_batch_size(self) -> int:
         """Samples per step and logical rank."""
         return self.batch_size // self.logical_ranks
 
-    def positions(self, step: int, logical_rank: int) -> range:
-        """Return a logical rank's positions in the endless sample sequence for ``step`` (from 1)."""
+    def positions(self, step: int, logical_rank: int) -> list[range]:
+        """Return a logical rank's positions in the endless sample sequence for ``step`` (from 1), in order.
+
+        They are consecutive, except where samples are skipped.
+        """
         first = (step - 1) * self.batch_size + logical_rank * self.micro_batch_size
-        return range(first, first + self.micro_batch_size)
+        return self.skipped.find_positions(range(first, first + self.micro_batch_size))
 
     def indices_in(self, dataset: Any, step: int, logical_rank: int) -> Tensor:
         """Return one logical rank's sample indices in ``step``: int64 [micro_batch_size]."""
         if (own := own_order(dataset)) is not None:
-            return own.indices_at(self.seed, self.positions(step, logical_rank), self.shuffle)
+            positions = self.positions(step, logical_rank)
+            return _join([own.indices_at(self.seed, places, self.shuffle) for places in positions])
         return self.compute_indices(step, logical_rank, len(dataset))
 
     def compute_indices(self, step: int, logical_rank: int, length: int) -> Tensor:
@@ -91,19 +98,23 @@ class Order:
             ConfigError: ``length`` is 0.
         """
         _refuse_empty(length)
-        positions = self.positions(step, logical_rank)
         parts = []
-        while positions:
-            epoch, offset = divmod(positions.start, length)
-            taken = min(len(positions), length - offset)
-            seed = derive_seed(self.seed, "order", epoch)
-            parts.append(self.shuffle.permute_span(seed, length, range(offset, offset + taken)))
-            positions = positions[taken:]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        for positions in self.positions(step, logical_rank):
+            while positions:
+                epoch, offset = divmod(positions.start, length)
+                taken = min(len(positions), length - offset)
+                seed = derive_seed(self.seed, "order", epoch)
+                parts.append(self.shuffle.permute_span(seed, length, range(offset, offset + taken)))
+                positions = positions[taken:]
+        return _join(parts)
 
     def step_seed(self, step: int, logical_rank: int) -> int:
         """Return the 63-bit random seed of one logical rank in ``step``."""
         return step_seed(self.seed, step, logical_rank)
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def epoch_length(dataset: Any) -> int:
@@ -160,21 +171,52 @@ class Balanced:
         plain: returns the indices of a step's samples [batch] without balancing.
         lengths_n: length of each sample of the data set; looked up for the samples of 32 steps at a time.
         epoch: samples per epoch if every sample occurs once per epoch; None otherwise.
+        skipped: positions to skip in the sequence of balanced batches, so that earlier batches do not change.
     """
 
     def __init__(
-        self, plain: Callable[[int], Tensor], lengths_n: Lengths, *, seed: int, logical_ranks: int, epoch: int | None
+        self,
+        plain: Callable[[int], Tensor],
+        lengths_n: Lengths,
+        *,
+        seed: int,
+        logical_ranks: int,
+        epoch: int | None,
+        skipped: SkippedSamples = NOTHING_SKIPPED,
     ) -> None:
         self._plain, self._lengths_n = plain, lengths_n
-        self._seed, self._logical_ranks, self._epoch = seed, logical_ranks, epoch
-        self._pool = lru_cache(maxsize=1)(self._sort_pool)
+        self._seed, self._logical_ranks, self._epoch, self._skipped = seed, logical_ranks, epoch, skipped
+        self._pool = lru_cache(maxsize=2)(self._sort_pool)  # a step with skipped samples may need two pools
 
     def compute_rank_indices(self, step: int, logical_rank: int) -> Tensor:
         """Return the sample indices of ``logical_rank`` in ``step`` (from 1), longest sample first."""
-        pool, place = divmod(step - 1, _POOL)
-        rows_ml = self._pool(pool)[place].view(-1, self._logical_ranks).clone()
+        rows_ml = self._compute_step(step).view(-1, self._logical_ranks).clone()
         rows_ml[1::2] = rows_ml[1::2].flip(1)
         return rows_ml[:, logical_rank]
+
+    def _compute_step(self, step: int) -> Tensor:
+        """Return the sample indices of ``step`` [batch], longest sample first."""
+        if not self._skipped.ranges:
+            pool, place = divmod(step - 1, _POOL)
+            return self._pool(pool)[place]
+        size = self._batch_size
+        places = self._skipped.find_positions(range((step - 1) * size, step * size))
+        samples = _join([part for each in places for part in self._read_pools(each)])
+        if len(places) == 1 and places[0].start % size == 0:
+            return samples
+        return samples[torch.as_tensor(self._lengths_n[samples]).argsort(descending=True, stable=True)]
+
+    @cached_property
+    def _batch_size(self) -> int:
+        return len(self._plain(1))
+
+    def _read_pools(self, places: range) -> Iterator[Tensor]:
+        """Yield the sample indices at consecutive positions of the sequence of balanced batches."""
+        while places:
+            pool, offset = divmod(places.start, _POOL * self._batch_size)
+            part = self._pool(pool).flatten()[offset : offset + len(places)]
+            yield part
+            places = places[len(part) :]
 
     def _sort_pool(self, pool: int) -> Tensor:
         """Return a pool's sample indices [steps, batch], rows sorted from longest to shortest."""
@@ -204,6 +246,15 @@ def _sort_by_length(lengths: Tensor, places: range, batch_size: int, random: tor
     chosen = turns.argsort()
     cuts = order.tensor_split(sizes[chosen].cumsum(0)[:-1])
     return torch.cat([cuts[turn] for turn in turns.tolist()])
+
+
+def refuse_skips(dataset: Any) -> None:
+    """Raise ConfigError if samples of ``dataset`` cannot be skipped, because they have no positions."""
+    if is_iterable(dataset):
+        raise ConfigError(
+            "skip_samples and spike.on_spike=rewind require an indexable data set, but the data are a stream, whose "
+            "samples have no positions. Return an indexable data set, or remove these options."
+        )
 
 
 @final
@@ -255,10 +306,17 @@ def create_balanced_order(dataset: Any, order: Order) -> Balanced:
         ConfigError: the data set does not provide lengths, or is a stream.
     """
     lengths = sample_lengths(dataset)
-    all_ranks = replace(order, logical_ranks=1)
+    all_ranks = replace(order, logical_ranks=1, skipped=NOTHING_SKIPPED)
 
     def compute_plain_indices(step: int) -> Tensor:
         return all_ranks.indices_in(dataset, step, 0)
 
     epoch = len(dataset) if own_order(dataset) is None else None
-    return Balanced(compute_plain_indices, lengths, seed=order.seed, logical_ranks=order.logical_ranks, epoch=epoch)
+    return Balanced(
+        compute_plain_indices,
+        lengths,
+        seed=order.seed,
+        logical_ranks=order.logical_ranks,
+        epoch=epoch,
+        skipped=order.skipped,
+    )

@@ -18,17 +18,18 @@ from worldsize.checkpoint.format import complete, parse_step
 from worldsize.checkpoint.weights import resolve_source
 from worldsize.collectives.cluster_cost import crossings_text
 from worldsize.config.compose import is_sweep, read_group_choices
-from worldsize.config.composed import build_settings, check_effects, collect_lengths
+from worldsize.config.composed import build_settings, check_effects, collect_lengths, override_values
 from worldsize.config.objective import Trial, compute_objective, is_search
 from worldsize.config.purpose import TRAIN, Purpose, Train
 from worldsize.config.settings import Settings
 from worldsize.config.shape import check_resumes
 from worldsize.core import AgentLauncher, BatchLauncher, Cluster, Failure, Launcher, LaunchMethod, Outcome, Plan
-from worldsize.data.order import sample_lengths
+from worldsize.data.order import refuse_skips, sample_lengths
 from worldsize.data.source import check_paths
 from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, SchedulerUnreachableError, WorldsizeError
+from worldsize.healing.rewind import check_skipped, plan_rewind, replace_override
 from worldsize.launch.local import Local
-from worldsize.launch.record import add_secrets, amend_record, check_same, create_scrubber, write_record
+from worldsize.launch.record import add_secrets, amend_record, check_initial, check_same, create_scrubber, write_record
 from worldsize.launch.restarts import command_line, is_discarded, run_attempts
 from worldsize.launch.scheduled import wait_for
 from worldsize.launch.sweep import read_run_end, show_ends
@@ -183,9 +184,12 @@ def build_checked_settings(cfg: DictConfig, purpose: Purpose = TRAIN) -> Setting
         )
     if isinstance(settings.launcher, Launcher):  # otherwise the agents on the other machines check the data
         check_paths(settings.recipe)
-        if settings.training.length_balanced and settings.run.evaluates is None:
+        if settings.run.evaluates is None:
             with suppress(OSError, ImportError), keep_generators():  # a worker reports a clearer error
-                sample_lengths(settings.recipe.data("train"))
+                if settings.skips_samples:
+                    refuse_skips(settings.recipe.data("train"))
+                if settings.training.length_balanced:
+                    sample_lengths(settings.recipe.data("train"))
     check_trainable(settings.recipe, settings.strategy)
     check_construction(
         settings.recipe,
@@ -340,15 +344,39 @@ def _show_result(run: RunDirectory) -> int:
     return int(ended.attempts[-1]["exit_code"] or 1) if ended.attempts else 1
 
 
-def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore: Sequence[str]) -> int:
-    """Resume a run with overrides ``words`` from its newest checkpoint; return the exit code.
+def resume_run(
+    cfg: DictConfig,
+    record: RunRecord,
+    words: Sequence[str],
+    ignore: Sequence[str],
+    *,
+    start: int | None = None,
+    skip: Sequence[str] = (),
+) -> int:
+    """Resume a run with overrides ``words``; return the exit code.
+
+    Args:
+        cfg: The configuration composed from ``words``.
+        record: The record of the run.
+        words: All overrides of the run.
+        ignore: Keys that may differ from the record.
+        start: Step of the checkpoint to go back to; 0: the start. None: the newest checkpoint.
+        skip: Further samples to skip, such as "12000:12064".
 
     Raises:
         WorldsizeError: the configuration is invalid, the configuration or the data differs from the record in keys not
-            in ``ignore``, or the run is already past the requested number of steps.
+            in ``ignore``, the run is already past the requested number of steps, or samples would be skipped that the
+            checkpoint has used.
     """
     outlive_output()
-    settings, run = build_checked_settings(cfg), record.directory
+    run = record.directory
+    rewind = plan_rewind(record, cfg, start=start, skip=skip)
+    if rewind is not None:
+        values: dict[str, object] = {"skip_samples": rewind.skipped.words}
+        if cfg.checkpoint.ignore_until is not None:
+            values["checkpoint.ignore_until"] = rewind.step
+        cfg, words = override_values(cfg, values), replace_override(words, rewind.skipped)
+    settings = build_checked_settings(cfg)
     clean = create_scrubber(cfg, settings.config)
     plan = add_secrets(settings.config, settings.create_plan(run.path), clean)
     settings.launcher.check(settings.cluster)
@@ -360,19 +388,37 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
             f"a run of {type(launcher).__name__} can only be resumed with its original options, since the run folder "
             "is not on this machine. Remove the new options, or start a new run; nothing was started."
         )
-    _check_steps(settings, run)
-    amend_record(settings, plan, record, clean, words)
+    if remote and rewind is not None:
+        raise ConfigError(
+            f"a run of {type(launcher).__name__} cannot go back to another step from here, since the run folder is not "
+            "on this machine. Start a new run with skip_samples; nothing was started."
+        )
+    step = _find_step(run) if rewind is None else rewind.step
+    if rewind is not None and not step and settings.initial:
+        check_initial(settings.initial, record.manifest.get("init_from"))
+    _check_steps(settings, step)
+    check_skipped(settings, record, step)
+    folder = None
+    if rewind is not None:
+        folder = rewind.put_aside(run)
+        _logger.warning("%s", rewind.describe(folder))
+    amend_record(settings, plan, record, clean, words, rewind=(rewind, folder) if rewind is not None else None)
+    run.rewind.unlink(missing_ok=True)
     if not isinstance(launcher, Launcher):
         record.close()  # the job or the first host's agent acquires the lock
     return _start_run(settings, plan, run, nullcontext(record)).exit_code
 
 
-def _check_steps(settings: Settings, run: RunDirectory) -> None:
-    saved = complete(run.checkpoints)
-    if saved:
-        check_resumes(settings.recipe, parse_step(saved[-1]), exact=settings.determinism.exact_mode)
-    if saved and parse_step(saved[-1]) > settings.training.steps:
+def _find_step(run: RunDirectory) -> int:
+    """Return the step of the newest checkpoint; 0 if there is none."""
+    return max(map(parse_step, complete(run.checkpoints)), default=0)
+
+
+def _check_steps(settings: Settings, step: int) -> None:
+    """Check that the run can continue after ``step``."""
+    check_resumes(settings.recipe, step, exact=settings.determinism.exact_mode)
+    if step > settings.training.steps:
         raise ConfigError(
-            f"the run has completed {parse_step(saved[-1])} steps, more than steps={settings.training.steps}. "
+            f"the run has completed {step} steps, more than steps={settings.training.steps}. "
             "Set a larger number of steps; nothing was started."
         )

@@ -25,6 +25,7 @@ from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, ContainerImage, Launcher, LaunchMethod, Plan
 from worldsize.data.permutation import ORDER
 from worldsize.errors import neighbours
+from worldsize.healing.rewind import Rewind, add_rewind
 from worldsize.loop.initial_weights import InitialWeights
 from worldsize.record.code import Code, capture_code
 from worldsize.record.environment import capture_environment, hardware, relevant_variables, write_environment
@@ -116,10 +117,18 @@ def apply_downgrades(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {**manifest, **level}
 
 
-def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrubber, words: Sequence[str]) -> None:
+def amend_record(
+    settings: Settings,
+    plan: Plan,
+    record: RunRecord,
+    clean: Scrubber,
+    words: Sequence[str],
+    *,
+    rewind: tuple[Rewind, Path | None] | None = None,
+) -> None:
     """Update the record of a resumed run with its new configuration and the changes.
 
-    ``words`` are all overrides of the resumed run.
+    ``words`` are all overrides of the resumed run. ``rewind``: how it goes back, and the folder with the undone steps.
     """
     manifest, config = record.manifest, clean.scrub_tree(settings.config)
     amended = {
@@ -134,6 +143,8 @@ def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrub
         resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in changed]}
         amended["resumed"] = [*manifest.get("resumed", ()), clean.scrub_tree(resumed)]
         amended = apply_downgrades(amended)
+    if rewind is not None:
+        amended = {**add_rewind(amended, *rewind)}
     overrides = overrides_text(words, clean)
     record.record_resume(amended, config=config_text(config), overrides=overrides, secrets=plan.secrets)
 
@@ -161,11 +172,11 @@ def _collect_configuration(settings: Settings, plan: Plan, config: Mapping[str, 
 
 
 def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: Sequence[str]) -> None:
-    """Raise WorldsizeError if a key other than ``steps`` and those in ``ignore`` has changed."""
+    """Raise WorldsizeError if a key other than ``steps``, ``skip_samples`` and those in ``ignore`` has changed."""
     manifest = record.manifest
     _check_known(ignore, manifest["config"], settings.config)
     changed = find_changes(manifest["config"], clean.scrub_tree(settings.config))
-    left = drop_copies(changes_but(changed, ("steps", *ignore)))
+    left = drop_copies(changes_but(changed, ("steps", "skip_samples", *ignore)))
     if differences := [f"{key}: {then} -> {now}" for key, then, now in left]:
         raise ConfigError(
             f"the configuration has changed since the run started: {'; '.join(differences)}. "

@@ -169,6 +169,9 @@ class Reproduction:
         ]
         begun = manifest["config"].get("init_from")  # the checkpoint that was used, even if init_from names a run
         pinned = [format_override("init_from", begun)] if begun and "init_from" not in typed else []
+        spike = manifest["config"].get("spike") or {}
+        if spike.get("on_spike") == "rewind" and spike.get("factor") is not None and "spike.on_spike" not in typed:
+            pinned.append("spike.on_spike=warn")  # the run's rewinds are in skip_samples
         revealed = (_ask_for_secret(word) if REDACTED in word else word for word in recorded)
         return [*read_recorded_flags(manifest, own=own), *revealed, *pinned, *self.overrides]
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from worldsize.checkpoint.format import complete
 from worldsize.core import Launcher, Outcome, Plan, Strategy
 from worldsize.errors import RunFolderError
+from worldsize.healing.rewind import REWOUND, apply_request, conclude_attempt, is_exhausted, is_stopping
 from worldsize.launch.record import apply_downgrades
 from worldsize.observe.nccl_log import debug_summary
 from worldsize.observe.progress import Progress
@@ -40,8 +41,8 @@ def run_attempts(
     """Run ``steps`` steps, with up to ``launcher.max_restarts`` restarts; return the outcome.
 
     Two consecutive failures at the same step end the run, since a third attempt would fail there, too. A refusal of the
-    configuration and a process with wrong bits also end it. ``is_new``: whether the caller discards the folder of a
-    refused run.
+    configuration and a process with wrong bits also end it. Going back before a spike does not count as a restart.
+    ``is_new``: whether the caller discards the folder of a refused run.
     """
     try:
         outcome = _run_attempts(launcher, strategy, plan, record, steps)
@@ -65,9 +66,15 @@ def _run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: Ru
     console, restarts, failed_at = Console(), 0, -1
     while True:
         with wrap_write_errors(record.directory):
+            apply_request(record)
             show = partial(Progress, record.directory.metrics, steps, console)
             outcome = _run_attempt(launcher, strategy, plan, record, show)
+        if outcome.exit_reason == REWOUND and not is_stopping(record.directory):
+            continue
         if (failure := outcome.failure) is None or outcome.is_refused or restarts == launcher.max_restarts:
+            break
+        if is_exhausted(record):
+            _logger.error("not restarting, since the run would go back again.")
             break
         if failure.has_wrong_bits:
             _logger.error("not restarting, since a process with wrong bits may compute wrong bits again.")
@@ -95,7 +102,7 @@ def _run_attempt(
     shutil.rmtree(
         run.get_servers_folder(number), ignore_errors=True
     )  # keys and addresses are valid in one attempt only
-    return record.end_attempt(outcome, apply_downgrades)
+    return record.end_attempt(conclude_attempt(record, outcome), apply_downgrades)
 
 
 def _report_outcome(run: RunDirectory, outcome: Outcome, console: Console) -> None:

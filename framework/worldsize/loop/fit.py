@@ -123,6 +123,7 @@ class LoopCallbacks:
     at: Callable[[str], None] = lambda point: None  # called at points where a fault may be injected
     progressed: Callable[[TrainingProgress], None] = lambda progress: None  # called after a step, evaluation or save
     logged: Callable[[TrainingProgress], None] = lambda progress: None  # called after a step, and after its log if due
+    check: Callable[[StepDone], None] = lambda done: None  # called after each log; may raise an error on all ranks
     examine: Callable[[StepDone], None] = lambda done: None  # called between steps; not part of their duration
     # called in each step before its update with this process's sums of training metrics; gathers plain values that
     # every process stores in case others die; None: nothing is stored
@@ -306,6 +307,7 @@ class _Loop:
         done, self._logged = self._logged(), None
         self._agreement.update_interval(done)
         self._callbacks.emit(done)
+        self._callbacks.check(done)
         if self._config.stop_on_nonfinite and not math.isfinite(done.loss):
             raise NonfiniteLossError(_explain_nonfinite(done))
         if examine and done.step < self._config.steps:

@@ -18,6 +18,7 @@ from worldsize.core import (
     MembershipChanged,
     NodeAlert,
     SaveIntervalChanged,
+    Spike,
     Straggling,
     TransportFellBack,
     UpdateOverflowed,
@@ -26,15 +27,18 @@ from worldsize.messages import duration
 from worldsize.observe.health.rows import describe_alert
 from worldsize.record.attempt import FAILURE, failure_text
 from worldsize.record.json_lines import JsonRows, Row
+from worldsize.strict_json import sanitize_json
 
 _logger = logging.getLogger(__name__)
 
 NODE_ALERT = "node_alert"  # name of a NodeAlert event
 MISMATCH = "bit_mismatch"  # name of a BitMismatch event
+SPIKE = "spike"  # name of a Spike event
 OVERFLOW = "overflow"  # name of an UpdateOverflowed event
 _NAMES: Mapping[type, str] = {
     Straggling: "straggling",
     BitMismatch: MISMATCH,
+    Spike: SPIKE,
     NodeAlert: NODE_ALERT,
     UpdateOverflowed: OVERFLOW,
     CheckpointFailed: "checkpoint_failed",
@@ -51,6 +55,7 @@ _OF_FULL_DISKS = (NODE_ALERT, "checkpoint_failed")  # only logged if they cannot
 _NUMBERS = {
     "straggling": ("step", "rank"),
     MISMATCH: ("step",),
+    SPIKE: ("step", "count", "since"),
     OVERFLOW: ("step",),
     "data_workers": ("step", "rank"),
     "checkpoint_failed": ("step", "in_a_row"),
@@ -85,7 +90,7 @@ class EventLog:
             return
         if name not in _LOGGED:
             _logger.log(logging.INFO if name in GOOD_NEWS else logging.WARNING, "%s", _format_event(event))
-        line = json.dumps({"event": name, "time": time.time(), **asdict(event)})
+        line = json.dumps(sanitize_json({"event": name, "time": time.time(), **asdict(event)}))
         try:
             with self._path.open("a") as file:
                 file.write(line + "\n")
@@ -126,6 +131,9 @@ def alert_for(event: Event) -> Alert | None:
             return Alert(f"slow_rank.{rank}", f"rank {rank} is slow", _format_event(event), step)
         case BitMismatch(step=step):
             return Alert("bit_mismatch", "wrong bits detected", _format_event(event), step, is_error=True)
+        case Spike(step=step, name=name):
+            title = f"spike of the {'gradient norm' if name == 'grad_norm' else name}"
+            return Alert("spike", title, _format_event(event), step)
         case NodeAlert(node=node, host=host, what=what):
             return Alert(f"node_alert.{node}.{what}", f"{host}: {what}", _format_event(event))
         case CheckpointFailed(step=step):
@@ -141,7 +149,7 @@ def _format_event(event: Event) -> str:
     """Describe an event in one line, for logs."""
     if isinstance(event, Straggling):
         return describe_straggler(event)
-    if isinstance(event, BitMismatch):
+    if isinstance(event, BitMismatch | Spike):
         return event.describe()
     return describe_event({"event": _NAMES[type(event)], **asdict(event)})
 
@@ -160,6 +168,8 @@ def describe_event(event: Mapping[str, Any]) -> str:
         return f"step {event.get('step')}: {_interval_text(event)}"
     if event.get("event") == MISMATCH:
         return _mismatch_text(event)
+    if event.get("event") == SPIKE:
+        return _spike_text(event)
     if event.get("event") == "membership":
         return f"after step {event.get('step')}: {_membership_text(event)}"
     if event.get("event") == "transport":  # no step, since the transport is detected when the ranks connect
@@ -202,6 +212,15 @@ def _mismatch_text(row: Mapping[str, Any]) -> str:
         return BitMismatch(**{each.name: row[each.name] for each in fields(BitMismatch)}).describe()
     except (KeyError, TypeError, ValueError):
         return f"step {row.get('step')}: wrong bits"
+
+
+def _spike_text(row: Mapping[str, Any]) -> str:
+    """Describe a spike in one line, even if fields are damaged."""
+    try:
+        values = {each.name: row[each.name] for each in fields(Spike)}
+        return Spike(**{**values, "value": float(row["value"])}).describe()
+    except (KeyError, TypeError, ValueError):
+        return f"step {row.get('step')}: spike"
 
 
 def _enclose_in_brackets(text: str) -> str:

@@ -26,6 +26,7 @@ NOT_TRAINED = (
         "integrity",
     ),
     "autoscale",
+    "spike",
 )
 _NOT_COMPUTED = (*NOT_TRAINED, "strategy", "cluster", "reproducibility")
 
@@ -80,6 +81,8 @@ def resume_downgrades(manifest: Mapping[str, Any]) -> list[Downgrade]:
     for resumed in manifest.get("resumed", ()):
         for key, then, now in resumed["changes"]:
             reason = f"{key}: {then} -> {now} in attempt {resumed['attempt']}"
+            if key == "skip_samples":
+                continue  # only later steps may change, so a single run with the last value has the same bits
             if key.split(".")[0] not in _NOT_COMPUTED or key == "checkpoint.ignore":
                 reasons.append(Downgrade("none", reason))
             elif key.startswith(_DECIDE_BITS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -224,6 +225,17 @@ def evaluations(path: Path, *, until: float = math.inf) -> list[tuple[int, dict[
         for row in rows
         if row and is_metric(row) and row["event"] == "evaluation" and row["step"] <= until
     ]
+
+
+def logged_values(path: Path, *, until: int, last: int) -> list[tuple[int, float, float | None]]:
+    """Read number, loss and gradient norm of the ``last`` logged steps up to step ``until``, in order."""
+    values: deque[tuple[int, float, float | None]] = deque(maxlen=last)
+    for line, _ in complete_lines(path):
+        row = parse_row(line)
+        if row and is_metric(row) and row["event"] == "step" and row["step"] <= until:
+            norm: Any = row.get("grad_norm")
+            values.append((row["step"], float(row["loss"]), float(norm) if is_number(norm) else None))
+    return list(values)
 
 
 def last_step(path: Path) -> int:

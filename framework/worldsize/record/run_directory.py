@@ -59,6 +59,8 @@ class RunDirectory:
         self.transport = path / "transport.json"  # transports of an attempt, until they are in the manifest
         self.findings = path / "findings"  # files of a cluster check: one per host and process, and the first host's
         self.reserve = path / ".reserve"  # reserved disk space, to record the end of a run that filled the disk
+        self.rewind = path / "rewind.json"  # request to go back before a spike, until it is in the manifest
+        self.rewound = path / "rewound"  # checkpoints and metrics that a rewind has put aside
         self.control = path / "control"  # address of the launching process's socket for requests
 
     def get_servers_folder(self, attempt: int) -> Path:

@@ -220,6 +220,12 @@ class RunRecord:
             write_configuration(self.directory, config=config, overrides=overrides)
             self._write_manifest(manifest)
 
+    def record_rewind(self, manifest: Manifest, *, config: str, overrides: str) -> None:
+        """Record that the run has gone back, with the configuration from there on."""
+        with wrap_write_errors(self.directory):
+            write_configuration(self.directory, config=config, overrides=overrides)
+            self._write_manifest(manifest)
+
     def begin_attempt(self, others: Sequence[str], *, world_size: int, pinning: Manifest | None = None) -> int:
         """Record an attempt's start on this host and ``others``; return its number."""
         from worldsize.record.metrics import rewind_to_checkpoint

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any, Literal, final
 
 import torch
@@ -131,7 +131,7 @@ def _fetch_in_order(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBa
     """Yield the micro-batches of each step in the order of the data set's samples."""
     data, order, collate = recipe.data("train"), config.order(), get_collate_fn(recipe)
     for step in range(1, config.steps + 1):
-        places = [torch.tensor(order.positions(step, rank)) % len(data) for rank in order.mine]
+        places = [torch.tensor([*chain(*order.positions(step, rank))]) % len(data) for rank in order.mine]
         yield [
             MicroBatch(fetch_batch(data, indices, collate), order.step_seed(step, rank), step, rank)
             for rank, indices in zip(order.mine, places, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -161,13 +162,15 @@ class History:
     first_step_at: float | None = None  # Unix time
     metrics: Mapping[str, float] = field(default_factory=dict)
     compiled: Mapping[str, Any] = field(default_factory=dict)  # facts about torch.compile in this attempt
+    logged: deque[tuple[int, float, float | None]] = field(default_factory=lambda: deque(maxlen=0))  # for spikes
     evaluations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
 
     def __call__(self, event: Event) -> None:
         match event:
             case RunStarted(first=first):
                 self.first, self.metrics = first, last_metrics(self.file) if first else {}
-            case StepDone(facts=facts):
+            case StepDone(step=step, loss=loss, grad_norm=norm, facts=facts):
+                self.logged.append((step, loss, norm))
                 self.first_step_at = self.first_step_at or time.time()
                 self.compiled = facts.get("compiled", self.compiled)
             case Evaluated(step=step, metrics=metrics):

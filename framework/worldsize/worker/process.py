@@ -33,6 +33,7 @@ from worldsize.healing.groups import Connections
 from worldsize.healing.loop import HealingMember
 from worldsize.healing.loop_state import GangHooks, LoopState
 from worldsize.healing.membership import MembershipChannel, is_from_gone_peer
+from worldsize.healing.rewind import REWOUND, apply_request, conclude_attempt, read_request
 from worldsize.loop.averaging import AveragedReplica
 from worldsize.loop.recording import RecordingReplica
 from worldsize.messages import show_messages
@@ -104,6 +105,8 @@ def _run_and_record(run: RunDirectory, place: Placement) -> int:
         WorldsizeError: the record cannot be opened or written.
     """
     with wrap_write_errors(run), open_record(run) as record:
+        if read_request(run) is not None:  # not applied here, since the other ranks may have read the configuration
+            raise WorldsizeError(f"{run.path} has to go back before a spike. Run `worldsize resume {run.path}`.")
         record.begin_attempt([], world_size=place.world_size)
         begun, outcome = time.time_ns(), Outcome("failed", 1)
         try:
@@ -113,7 +116,9 @@ def _run_and_record(run: RunDirectory, place: Placement) -> int:
             outcome = replace(outcome, failure=_first_failure(run, begun))
             raise
         finally:
-            record.end_attempt(outcome)
+            outcome = record.end_attempt(conclude_attempt(record, outcome))
+        if outcome.exit_reason == REWOUND:
+            apply_request(record)
         _show_end(run, outcome)
     return outcome.exit_code
 
@@ -123,6 +128,8 @@ def _show_end(run: RunDirectory, outcome: Outcome) -> None:
     if outcome.exit_reason == "completed":
         if "metrics" in (result := read_result(run)):
             show_summary(Console(), result, run.path)
+    elif outcome.failure:
+        _logger.error("%s", outcome.failure.cause)
     elif saved := complete(run.checkpoints):
         step = parse_step(saved[-1])
         _logger.error("stopped and saved at step %d; run the same command again to resume", step)

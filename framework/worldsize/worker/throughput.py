@@ -19,6 +19,7 @@ from worldsize.config.learning_rate import update_samples
 from worldsize.config.settings import Settings
 from worldsize.core import Event, Loss, LossOutput, MicroBatch, Recipe, StepDone, World
 from worldsize.data.batches import map_tensors, to_device
+from worldsize.data.skips import SkippedSamples
 from worldsize.optimizers.groups import create_optimizers, get_trainable_parameters
 from worldsize.seeds import keep_generators
 
@@ -71,6 +72,7 @@ class Throughput:
         self._recipe, self._epoch_samples = settings.recipe, epoch_samples
         self._samples = settings.training.batch_size / settings.logical_ranks  # per micro-batch
         self._update_samples = update_samples(settings, settings.training.batch_size)
+        self._skipped = SkippedSamples.from_words(settings.training.skip_samples)
         self._tokens = settings.recipe.tokens_per_sample()
         peak = None
         if world.rank == 0:
@@ -108,7 +110,9 @@ class Throughput:
             update_samples=self._update_samples,
             tokens=None if size is None else round(event.samples * size),
             tokens_per_second=None if size is None else rate * size,
-            epoch=event.samples / self._epoch_samples if self._epoch_samples else None,
+            epoch=(self._skipped.find_position(event.samples - 1) + 1) / self._epoch_samples
+            if self._epoch_samples
+            else None,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -28,21 +29,25 @@ from worldsize.core import (
     RunContext,
     RunEnded,
     RunStarted,
+    Spike,
     StepDone,
     World,
 )
 from worldsize.data.batches import get_collate_fn, is_iterable
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import SampleDigest, epoch_length
+from worldsize.data.order import SampleDigest, epoch_length, refuse_skips
 from worldsize.data.streams import TrainingStream
 from worldsize.data.worker_loader import AutoWorkers
+from worldsize.errors import WorldsizeError
 from worldsize.healing.loop_state import GangHooks, LoopState
+from worldsize.healing.rewind import request_rewind
 from worldsize.loop.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.loop.recording import stop_after
+from worldsize.loop.spikes import SpikeFoundError
 from worldsize.observe.health.files import why_host_is_slow
 from worldsize.observe.timing import peak_device_bytes, trace_steps
 from worldsize.record.determinism import state_digest, tensor_digests
-from worldsize.record.metrics import evaluations, last_step, metrics_digest
+from worldsize.record.metrics import evaluations, last_step, logged_values, metrics_digest
 from worldsize.record.run_directory import create_parent_folders
 from worldsize.record.run_record import write_result
 from worldsize.seeds import derive_seed, seed_generators
@@ -87,6 +92,8 @@ class Training:
         self._memory = StepMemory(settings.recipe, world, part, order, exact=settings.determinism.exact_mode)
         self._preemption = resources.preemption
         self._history = History(run.metrics)
+        if spike := settings.spike:
+            self._history.logged = deque(maxlen=spike.window + 1)
         self._watch: SlowHostWatch | None = None
         if settings.observe.step_breakdown and world.size > 1:
             exclude = self._exclude_host if settings.excludes_slow else None
@@ -123,9 +130,15 @@ class Training:
             self._emit_events(log.missing)
             self._state = replace(self._state, log=replace(self._state.log, step=log.missing.step))
         self._broadcast_evaluations(first)
+        self._broadcast_logged_values(first)
         self._checkpoints.resume(first.step, checkpoint.facts if checkpoint else {"save_interval": saves})
         beats = self._resources.get_heartbeat(first.step)
-        last = self._run_loop(first, checkpoint, beats)
+        try:
+            if first.step:
+                self._check_spike()  # processes may have died before they could react to the last logged step
+            last = self._run_loop(first, checkpoint, beats)
+        except SpikeFoundError as found:
+            return self._leave_before(found.spike, beats)
         if beats:
             beats.step(last.step)
         self._checkpoints.finish()
@@ -156,6 +169,60 @@ class Training:
             if self._world.group is not None:
                 dist.broadcast_object_list(logged, group=self._world.group, group_src=0)
             self._history.evaluations = logged[0]
+
+    def _broadcast_logged_values(self, first: TrainingProgress) -> None:
+        """Broadcast the recorded losses and gradient norms from the first rank if spikes are detected.
+
+        Raises:
+            WorldsizeError: this process skips other samples than the first rank.
+        """
+        spike, own = self._settings.spike, list(self._settings.training.skip_samples)
+        if not (spike or own):
+            return
+        last = spike.window + 1 if spike and first.step else 0
+        logged = logged_values(self._run.metrics, until=first.step, last=last) if self._world.rank == 0 else []
+        shared: list[Any] = [logged, own]
+        if self._world.group is not None:
+            dist.broadcast_object_list(shared, group=self._world.group, group_src=0)
+        if shared[1] != own:  # the run went back, and a network file system still has the earlier file
+            raise WorldsizeError(
+                f"{self._run.config} has skip_samples={own} on this host, but {shared[1]} on the first one. Check that "
+                "the hosts share the run folder, and resume the run."
+            )
+        self._history.logged.extend(shared[0])
+
+    def _check_spike(self, done: StepDone | None = None) -> None:
+        """Report a spike at the last logged step; with on_spike=rewind, raise SpikeFoundError on all ranks.
+
+        The first rank decides, since some strategies have different gradient norms on each rank.
+        """
+        if (rule := self._settings.spike) is None:
+            return
+        found = [rule.find_spike([*self._history.logged], nonfinite=self._settings.spikes_if_nonfinite)]
+        if rule.rewinds_run and self._world.group is not None:
+            dist.broadcast_object_list(found, group=self._world.group, group_src=0)
+        if (spike := found[0]) is None:
+            return
+        if rule.rewinds_run:
+            self._emit_events(spike)
+            raise SpikeFoundError(spike)
+        if done is not None:
+            self._emit_events(spike)
+
+    def _leave_before(self, spike: Spike, heartbeat: Heartbeat | None) -> int:
+        """End this attempt without saving, so that the run goes back to before ``spike``."""
+        is_stopping = self._preemption.is_wanted()
+        step = max(spike.step, self._state.progress.step if self._state.progress else 0)
+        if heartbeat:
+            heartbeat.step(step)
+        self._checkpoints.finish()
+        if self._world.rank == 0:
+            request_rewind(self._run, spike, stops=is_stopping)
+        self._hooks.finish()
+        self._checkpoints.close()
+        self._emit_events(RunEnded(step, "preempted"))
+        self._replica.close(complete=False)
+        return PREEMPTED
 
     def _ends_early(self) -> str | None:
         rule = self._settings.early_stopping
@@ -247,6 +314,7 @@ class Training:
             at=settings.faults.report_point,
             progressed=self._record_progress,
             logged=self._hooks.copy,
+            check=self._check_spike,
             examine=partial(
                 _run_examinations, [self._watch.measure_links if self._watch else _skip_examination, examine_data]
             ),
@@ -287,6 +355,8 @@ class Training:
         settings, world, states, examine = self._settings, self._world, _no_states, _skip_examination
         seed_generators(derive_seed(settings.training.seed, "data"), world.device)  # the dataset may be shuffled
         train = self._resources.train
+        if settings.skips_samples:
+            refuse_skips(train)
         if is_iterable(train):
             if settings.integrity.audit:
                 raise ConfigError(
