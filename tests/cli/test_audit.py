@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.forgery import CONF, RECIPE, forge_checkpoint, forge_loss
+from tests.support.forgery import CONF, RECIPE, forge_checkpoint, forge_loss, forge_value
 from tests.support.own_recipe import write_recipe
 from tests.support.runs import Command, Once, Run, Train, environment, folders
 from worldsize.checkpoint.format import folder_name
@@ -101,6 +101,72 @@ def test_forged_losses_and_checkpoints_are_found_by_training_again(honest: Path,
     found = [(each["step"], each["what"].partition(":")[0]) for each in report["differences"]]
     assert found[:2] == [(12, "logged"), (32, "checkpoint")]
     assert found[2][0] > 32, "the interval that starts from the wrong checkpoint"
+
+
+def test_hyperparameters_changed_in_a_checkpoint_are_found(
+    tmp_path: Path, train: Train, command: Command, audit: Callable[..., Any]
+) -> None:
+    write_recipe(tmp_path, "audited", RECIPE, audited=CONF)
+    run = train(*OPTIONS, *SAVES, "cluster.processes=1", "run.stop_after=16").folder
+    assert run is not None
+    forge_value(run, 16, '"weight_decay": 0.01', '"weight_decay": 5.0')
+    done = command("resume", str(run), cwd=tmp_path, environment=environment(), timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert verify(run)[0] == 0
+    code, report = audit(run, "--samples=9", "cluster.processes=1")
+    (found,) = report["differences"]
+    assert (code, found["step"], found["what"]) == (4, 16, "checkpoint: optimizer/param_groups/0/weight_decay")
+
+
+def test_an_early_stop_is_repeated_from_the_last_checkpoint(
+    tmp_path: Path, train: Train, audit: Callable[..., Any]
+) -> None:
+    write_recipe(tmp_path, "audited", RECIPE, audited=CONF)
+    stops = (
+        "early_stopping.metric=error",
+        "early_stopping.patience=2",
+        "early_stopping.min_delta=1",
+        "evaluate_every=3",
+    )
+    run = train(*OPTIONS, *SAVES[:2], *stops, "log_every=7").folder
+    assert run is not None
+    assert json.loads((run / "result.json").read_text())["steps"] == 9
+    for seed in range(2):  # one of the two intervals each
+        code, report = audit(run, "--samples=1", f"--seed={seed}")
+        assert (code, report["verdict"]) == (0, "nothing found"), report
+    assert {*map(tuple, report["audited"])} in ({(1, 8)}, {(9, 9)})
+
+
+def test_killed_and_healed_runs_are_consistent(tmp_path: Path, train: Train, command: Command) -> None:
+    write_recipe(tmp_path, "audited", RECIPE, audited=CONF)
+    slow = '{action: sleep, rank: 0, seconds: 1.5, step: 13, point: "step:forward"}'
+    kill = '{action: kill, rank: 0, step: 13, point: "step:updated"}'
+    often = ("checkpoint.every=4", "checkpoint.keep.last=99")
+    healed = train(*OPTIONS, *often, "strategy.on_failure=heal", f"faults=[{slow},{kill}]")
+    # a process that is killed right after its save, and a resume that fails before the first step
+    failing = '{action: raise, rank: 0, point: "load:begin", attempt: 2}'
+    killed = train(*OPTIONS, *often, f'faults=[{{action: kill, rank: 0, step: 15, point: "step:updated"}},{failing}]')
+    for run in (healed.folder, killed.folder):
+        assert run is not None
+        assert check_record(read_run(run)) == []
+        assert verify(run)[0] == 0
+    assert healed.code == 0
+    assert command("resume", str(killed.folder), cwd=tmp_path, environment=environment()).returncode == 1
+    assert check_record(read_run(killed.folder)) == []
+    assert verify(killed.folder)[0] == 0
+
+
+def test_a_run_resumed_without_a_part_of_its_state_is_refused(
+    tmp_path: Path, train: Train, command: Command, audit: Callable[..., Any]
+) -> None:
+    write_recipe(tmp_path, "audited", RECIPE, audited=CONF)
+    run = train(*OPTIONS, *SAVES, "run.stop_after=8").folder
+    assert run is not None
+    words = ("resume", str(run), "--ignore=optimizer")
+    assert command(*words, cwd=tmp_path, environment=environment()).returncode == 0
+    code, error = audit(run)
+    assert code == 2
+    assert "checkpoint.ignore: [] -> ['optimizer'] in attempt 2" in error
 
 
 def edit_metrics(folder: Path) -> None:

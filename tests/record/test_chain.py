@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -13,7 +15,8 @@ import pytest
 from tests.observe.run_folders import write_run
 from worldsize.checkpoint.format import folder_name
 from worldsize.core import CheckpointSaved, Evaluated, Event, GradientsAudited, RunEnded, RunStarted, StepDone
-from worldsize.record.chain import BrokenChainError, ChainFile, read_chain
+from worldsize.errors import WorldsizeError
+from worldsize.record.chain import BrokenChainError, ChainFile, read_chain, seal_chain
 from worldsize.record.chain_check import Coverage, Interval, choose_intervals, compare_chains
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import read_run
@@ -84,6 +87,56 @@ def test_a_resumed_run_has_the_chain_of_an_uninterrupted_one(run: RunDirectory, 
     resumed = RunStarted(run.id, 6, first=2)
     assert write(run, resumed, step(3), step(4)) == expected
     assert write(run, RunStarted(run.id, 6, first=4), step(4), Evaluated(2, {})) == expected, "written twice"
+
+
+def test_checkpoints_whose_lines_were_lost_with_a_process_are_added(run: RunDirectory) -> None:
+    write(run, RunStarted(run.id, 9), step(1), step(2), step(3))
+    for number in (2, 3):
+        save(run, number)
+    for line in write(run, RunStarted(run.id, 9, first=3), step(4))[-3:-1]:
+        assert json.loads(line)["checkpoint"] in (hash_text("manifest 2"), hash_text("manifest 3"))
+    save(run, 4)
+    sealed = seal_chain(run)
+    lines = run.chain.read_text().splitlines()
+    assert json.loads(lines[-1]) == {"previous": hash_text(lines[-2]), "step": 4, "checkpoint": hash_text("manifest 4")}
+    assert sealed == {"head": hash_text(lines[-1]), "lines": len(lines)}
+    assert seal_chain(run) == sealed
+    assert len(list(read_chain(run.chain))) == len(lines)
+
+
+def test_the_first_nonfinite_loss_may_be_of_a_step_before_the_interval(run: RunDirectory, tmp_path: Path) -> None:
+    other = RunDirectory(tmp_path / "other")
+    other.path.mkdir()
+    recorded, same = replace(step(4, math.nan), losses_sha256="x"), replace(step(4, 0.5), losses_sha256="x")
+    write(run, RunStarted(run.id, 9), step(2), recorded, step(6, math.nan))
+    write(other, RunStarted("other", 9), step(2), same, step(6, 0.5))
+    assert compare_chains(run.chain, other.chain, first=3, last=4) is None
+    assert compare_chains(run.chain, other.chain, first=3, last=6) is not None
+    with pytest.raises(WorldsizeError, match="the repetition ended before step 8. Audit the run again"):
+        write(run, RunStarted(run.id, 9, first=6), step(8))
+        compare_chains(run.chain, other.chain, first=3, last=8)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"previous": "PREVIOUS", "step": "3", "audited": "0f"}',
+        '{"previous": "PREVIOUS", "step": true, "audited": "0f"}',
+        '{"previous": "PREVIOUS", "step": 3, "audited": "0f", "evaluated": {}}',
+        '{"previous": "PREVIOUS", "step": 3, "audited": "0f", "more": 1}',
+        '{"previous": "PREVIOUS", "step": 3, "logged": {}}',
+        '{"previous": "PREVIOUS", "step": 3}',
+        "[]",
+        '{"previous": "PREVIOUS", "step": 3, "audited": ',
+        "\x00",
+    ],
+)
+def test_damaged_lines_are_named(line: str, run: RunDirectory) -> None:
+    lines = write(run, RunStarted(run.id, 9), step(1))
+    with run.chain.open("a") as file:
+        file.write(line.replace("PREVIOUS", hash_text(lines[-1])) + "\n")
+    with pytest.raises(BrokenChainError, match="line 3 of .* is damaged"):
+        list(read_chain(run.chain))
 
 
 def test_an_evaluation_to_be_repeated_is_removed(run: RunDirectory) -> None:

@@ -105,6 +105,18 @@ def forge_checkpoint(folder: Path, step: int, other: int) -> None:
     forge_record(folder, lambda row: {**row, "checkpoint": digest} if _is_save(row, step) else row)
 
 
+def forge_value(folder: Path, step: int, old: str, new: str) -> None:
+    """Replace a text in the manifest of a checkpoint."""
+    target = folder / "checkpoints" / folder_name(step)
+    text = (target / "manifest.json").read_text()
+    assert old in text
+    changed = text.replace(old, new).encode()
+    digest = hashlib.sha256(changed).hexdigest()
+    (target / "manifest.json").write_bytes(changed)
+    (target / "COMPLETE").write_text(f"{digest}\n")
+    forge_record(folder, lambda row: {**row, "checkpoint": digest} if _is_save(row, step) else row)
+
+
 def _change_step(content: bytes, step: int) -> bytes:
     """Change the step in the header of a safetensors file."""
     size = int.from_bytes(content[:8], "little")

@@ -14,11 +14,12 @@ from rich.console import Console
 from worldsize.checkpoint.format import complete, parse_step, read_checkpoint, verify_checkpoint
 from worldsize.checkpoint.load import find_differing_tensor, find_differing_value
 from worldsize.cli import exit_process, run_folder
+from worldsize.cli.compare import show_on_error
 from worldsize.config.arguments import build_integer_parser, parse_override_key
 from worldsize.config.recorded import read_launcher
 from worldsize.core.limits import Range
 from worldsize.errors import CheckpointError, WorldsizeError
-from worldsize.launch.reproduction import Reproduction, show_on_error
+from worldsize.launch.reproduction import Reproduction
 from worldsize.messages import report_error
 from worldsize.observe.summary import audit_table
 from worldsize.record.attestation import check_attestation

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO, final
@@ -23,7 +23,7 @@ from worldsize.config.arguments import build_number_parser
 from worldsize.config.compose import format_override
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
-from worldsize.launch.reproduction import Checkout, Reproduction, show_on_error
+from worldsize.launch.reproduction import Checkout, Reproduction
 from worldsize.messages import report_error
 from worldsize.observe.summary import comparison_table, operations_table
 from worldsize.record.compare import Comparison, compare_runs
@@ -160,6 +160,18 @@ def _explain_equal_results(comparison: Comparison) -> Iterator[str]:
         yield from (f"not compared: {text}" for text in comparison.missing)
     else:
         yield "the recorded runs differ, but training again gave equal results"
+
+
+@contextmanager
+def show_on_error(path: Path) -> Iterator[TextIO]:
+    """Yield a new file for the output of repeated runs; print it if one fails."""
+    with path.open("w+", errors="replace") as log:
+        try:
+            yield log
+        except WorldsizeError:
+            log.seek(0)
+            print(log.read(), end="", file=sys.stderr)
+            raise
 
 
 def _find_differing_step(first: RunView, second: RunView, comparison: Comparison) -> int:

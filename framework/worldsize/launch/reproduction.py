@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import IO, TextIO, final
+from typing import IO, final
 
 from worldsize.checkpoint.format import COMPLETE, MANIFEST, read_checkpoint
 from worldsize.config.arguments import parse_override_key
@@ -270,18 +270,6 @@ class Checkout:
             text=True,
         )
         return done.returncode
-
-
-@contextmanager
-def show_on_error(path: Path) -> Iterator[TextIO]:
-    """Yield a new file for the output of repeated runs; print it if one fails."""
-    with path.open("w+", errors="replace") as log:
-        try:
-            yield log
-        except WorldsizeError:
-            log.seek(0)
-            print(log.read(), end="", file=sys.stderr)
-            raise
 
 
 def _copy_file(source: Path, target: Path) -> None:

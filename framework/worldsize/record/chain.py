@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, final
 
-from worldsize.checkpoint.format import COMPLETE, complete, parse_step
+from worldsize.checkpoint.format import COMPLETE, complete, parse_step, read_checkpoint
 from worldsize.core import (
     CheckpointSaved,
     Evaluated,
@@ -35,8 +35,9 @@ from worldsize.core import (
     RunStarted,
     StepDone,
 )
+from worldsize.errors import CheckpointError
 from worldsize.record.json_lines import Row, complete_lines, last_line, parse_row
-from worldsize.record.metrics import collect_computed_values
+from worldsize.record.metrics import collect_computed_values, rewind_metrics
 from worldsize.record.run_directory import RunDirectory
 from worldsize.strict_json import sanitize_json
 
@@ -53,7 +54,7 @@ class BrokenChainError(ValueError):
 
 @final
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """A line of a chain.
 
     Attributes:
@@ -82,7 +83,7 @@ class Link:
         return {key: value for key, value in self.row.items() if key != "previous"}
 
 
-def read_chain(path: Path) -> Iterator[Link]:
+def read_chain(path: Path) -> Iterator[ChainLink]:
     """Yield the lines of a chain, and check that each contains the digest of the previous one.
 
     Raises:
@@ -97,7 +98,7 @@ def read_chain(path: Path) -> Iterator[Link]:
         if row["previous"] != previous:
             raise BrokenChainError(f"line {number} of {path} does not contain the digest of the previous line")
         previous = _hash_line(line)
-        yield Link(row, previous, end)
+        yield ChainLink(row, previous, end)
 
 
 def _is_valid(row: Row, *, is_first: bool) -> bool:
@@ -109,7 +110,7 @@ def _is_valid(row: Row, *, is_first: bool) -> bool:
     return is_numbered and len(kinds) == 1 and row.keys() == {"previous", "step", *kinds, *_MORE.get(kinds[0], ())}
 
 
-def rewind_chain(run: RunDirectory, first: int, *, evaluated: bool) -> Iterator[Link]:
+def rewind_chain(run: RunDirectory, first: int, *, evaluated: bool) -> Iterator[ChainLink]:
     """Remove the lines after step ``first`` from a run's chain, and yield the others.
 
     With ``evaluated=False``, the evaluation after this step is removed, too.
@@ -125,6 +126,29 @@ def rewind_chain(run: RunDirectory, first: int, *, evaluated: bool) -> Iterator[
         end = link.end
     if run.chain.exists():
         os.truncate(run.chain, end)
+
+
+def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
+    """Remove logged values and the chain's lines of steps after the newest checkpoint; the steps will be repeated.
+
+    Returns the number of logged steps up to the checkpoint that are missing from the file, although they should have
+    been written before the checkpoint.
+    """
+    saved, evaluated = complete(run.checkpoints), True
+    if saved:
+        with suppress(CheckpointError):  # loading it raises the error later
+            evaluated = read_checkpoint(saved[-1]).facts.get("evaluated", True)
+    step = parse_step(saved[-1]) if saved else 0
+    left = rewind_metrics(run.metrics, step, evaluated=evaluated)
+    with suppress(BrokenChainError):  # an audit reports it
+        for _ in rewind_chain(run, step, evaluated=evaluated):
+            pass
+    if not step:
+        return 0
+    changes = [change for resumed in manifest.get("resumed", ()) for change in resumed["changes"]]
+    log_every: int = max([manifest["config"]["log_every"], *(then for key, then, _ in changes if key == "log_every")])
+    logged = step // log_every + (log_every > 1)  # the first step is always logged
+    return max(0, logged - left)
 
 
 def seal_chain(run: RunDirectory) -> dict[str, Any] | None:

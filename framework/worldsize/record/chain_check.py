@@ -13,7 +13,7 @@ from typing import Any, Literal, final
 
 from worldsize.checkpoint.format import complete, parse_step, read_digest
 from worldsize.errors import CheckpointError, WorldsizeError
-from worldsize.record.chain import BrokenChainError, Kind, Link, read_chain
+from worldsize.record.chain import BrokenChainError, ChainLink, Kind, read_chain
 from worldsize.record.json_lines import Row, complete_lines, wrap_read_errors
 from worldsize.record.metrics import extract_computed, metric_rows
 from worldsize.record.run_record import RunView
@@ -54,7 +54,7 @@ def is_sealed(run: RunView) -> bool:
     return "chain" in run.results and run.exit_reason not in ("running", "killed")
 
 
-def _check_head(run: RunView, first: Link, head: Mapping[str, Any]) -> Iterator[str]:
+def _check_head(run: RunView, first: ChainLink, head: Mapping[str, Any]) -> Iterator[str]:
     if first.row["run"] != run.manifest["run_id"]:
         yield f"the chain is of the run {first.row['run']}."
     if is_sealed(run) and (recorded := run.results["chain"]) != head:

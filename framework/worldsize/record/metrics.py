@@ -7,15 +7,12 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, TypeGuard, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone
-from worldsize.errors import CheckpointError
 from worldsize.record.json_lines import JsonRows, Row, complete_lines, drop_lines, is_number, last_line, parse_row
-from worldsize.record.run_directory import RunDirectory
 from worldsize.strict_json import sanitize_json
 
 _EVALUATION = b'"event": "evaluation"'  # part of every evaluation's line
@@ -170,36 +167,6 @@ def rewind_metrics(path: Path, step: int, *, evaluated: bool = True) -> int:
 
     drop_lines(path, is_valid=is_metric, is_kept=is_kept)
     return len(left)
-
-
-def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
-    """Drop metrics of steps after the run's newest checkpoint; the steps will be repeated.
-
-    Returns the number of logged steps up to the checkpoint that are missing from the file, although they should have
-    been written before the checkpoint.
-    """
-    from worldsize.checkpoint.format import (  # importing torch is too slow for readers
-        complete,
-        parse_step,
-        read_checkpoint,
-    )
-    from worldsize.record.chain import BrokenChainError, rewind_chain
-
-    saved, evaluated = complete(run.checkpoints), True
-    if saved:
-        with suppress(CheckpointError):  # loading it raises the error later
-            evaluated = read_checkpoint(saved[-1]).facts.get("evaluated", True)
-    step = parse_step(saved[-1]) if saved else 0
-    left = rewind_metrics(run.metrics, step, evaluated=evaluated)
-    with suppress(BrokenChainError):  # an audit reports it
-        for _ in rewind_chain(run, step, evaluated=evaluated):
-            pass
-    if not step:
-        return 0
-    changes = [change for resumed in manifest.get("resumed", ()) for change in resumed["changes"]]
-    log_every: int = max([manifest["config"]["log_every"], *(then for key, then, _ in changes if key == "log_every")])
-    logged = step // log_every + (log_every > 1)  # the first step is always logged
-    return max(0, logged - left)
 
 
 def _is_before(row: Mapping[str, Any], step: int, evaluated: bool) -> bool:

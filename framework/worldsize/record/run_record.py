@@ -228,7 +228,7 @@ class RunRecord:
 
     def begin_attempt(self, others: Sequence[str], *, world_size: int, pinning: Manifest | None = None) -> int:
         """Record an attempt's start on this host and ``others``; return its number."""
-        from worldsize.record.metrics import rewind_to_checkpoint
+        from worldsize.record.chain import rewind_to_checkpoint
 
         earlier = list(self.attempts)
         attempt = new_attempt(len(earlier) + 1, others, world_size)
