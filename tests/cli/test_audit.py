@@ -122,12 +122,8 @@ def test_an_early_stop_is_repeated_from_the_last_checkpoint(
     tmp_path: Path, train: Train, audit: Callable[..., Any]
 ) -> None:
     write_recipe(tmp_path, "audited", RECIPE, audited=CONF)
-    stops = (
-        "early_stopping.metric=error",
-        "early_stopping.patience=2",
-        "early_stopping.min_delta=1",
-        "evaluate_every=3",
-    )
+    rule = ("metric=error", "patience=2", "min_delta=1")
+    stops = ("evaluate_every=3", *(f"early_stopping.{each}" for each in rule))
     run = train(*OPTIONS, *SAVES[:2], *stops, "log_every=7").folder
     assert run is not None
     assert json.loads((run / "result.json").read_text())["steps"] == 9
@@ -146,6 +142,7 @@ def test_killed_and_healed_runs_are_consistent(tmp_path: Path, train: Train, com
     # a process that is killed right after its save, and a resume that fails before the first step
     failing = '{action: raise, rank: 0, point: "load:begin", attempt: 2}'
     killed = train(*OPTIONS, *often, f'faults=[{{action: kill, rank: 0, step: 15, point: "step:updated"}},{failing}]')
+    assert killed.folder is not None
     for run in (healed.folder, killed.folder):
         assert run is not None
         assert check_record(read_run(run)) == []
