@@ -47,8 +47,8 @@ class RunConfig:
         private: Whether only the user may read the run folder.
         evaluates: Checkpoint to evaluate instead of training.
         examine: Measure links per tier ("tiers") or between all nodes ("pairs") instead of training.
-        stop_after: Step after which the run saves a checkpoint and stops, as on request; `worldsize resume` continues
-            it to the end. None: train to the end.
+        stop_after: Last step to train; the run then saves a checkpoint and stops, as on request. `worldsize resume`
+            continues it to the end. None: train to the end.
     """
 
     root: Annotated[Path, FilePath()] = Path("runs")

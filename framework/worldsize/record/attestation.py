@@ -1,8 +1,8 @@
 """``attestation.json``: a signed in-toto statement about a run, which other tools can verify.
 
 It is an in-toto Statement (v1) in a DSSE envelope (v1.0.2), signed with the user's Ed25519 key. Its subjects are the
-SHA-256 of the manifest, the chain and the manifests of the kept checkpoints. The manifest's own signature is only
-useful to the user who wrote it, since it is an HMAC.
+SHA-256 of the manifest, the chain and the manifests of the kept checkpoints. The manifest's own signature is an HMAC,
+which only its author can verify.
 """
 
 from __future__ import annotations

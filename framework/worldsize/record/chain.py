@@ -220,7 +220,7 @@ class ChainFile:
                 self._close()
 
     def _rewind(self, first: int, *, evaluated: bool) -> None:
-        """Remove the lines after step ``first``; add checkpoints up to it without a line, which was lost."""
+        """Remove the lines after step ``first``; add lost lines of checkpoints up to this step."""
         self._previous, self._last = "", {}
         saved = set[int]()
         try:

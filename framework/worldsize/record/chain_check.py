@@ -19,7 +19,7 @@ from worldsize.record.metrics import extract_computed, metric_rows
 from worldsize.record.run_record import RunView
 from worldsize.strict_json import sanitize_json
 
-ALTERED = (0.01, 0.05, 0.2)  # altered shares of a run, for which a report gives the probability of passing
+ALTERED = (0.01, 0.05, 0.2)  # shares of a run; a report gives the probability of passing if they are altered
 _REPEATED: tuple[Kind, ...] = ("logged", "evaluated", "audited")  # lines that a repetition of the run must have, too
 
 
