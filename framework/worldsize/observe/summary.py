@@ -154,7 +154,7 @@ def _describe_coverage(report: AuditReport, coverage: Coverage) -> Iterator[str]
         )
     if report.verdict == "nothing found":
         for share, probability in report.list_pass_probabilities().items():
-            yield f"if a random {share:.0%} of the run was altered, this audit passes with probability {probability:.3f}"
+            yield f"if a random {share:.0%} of the run was altered, an audit passes with probability {probability:.3f}"
 
 
 def _describe_operation(operation: OperationRecord | None) -> dict[str, str]:
