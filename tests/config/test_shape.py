@@ -206,3 +206,10 @@ def test_operations_of_losses_on_gathered_features_are_refused() -> None:
     settings = build_settings(compose_only(["recipe=digits", "profile.operations=1"]))
     with pytest.raises(ConfigError, match=r"with Contrast: its loss combines .* without --operations\."):
         check_operations(settings, settings.integrity, Contrast())
+
+
+def test_a_run_that_a_scheduler_would_restart_does_not_stop_early() -> None:
+    assert build_settings(compose_only(["recipe=digits", "run.stop_after=3"])).run.stop_after == 3
+    words = ["recipe=digits", "+cluster=slurm", "cluster.gpus_per_node=1", "run.stop_after=3"]
+    with pytest.raises(ConfigError, match=r"run\.stop_after=3 requires a cluster without a scheduler"):
+        build_settings(compose_only(words))

@@ -219,11 +219,12 @@ def test_a_spike_before_the_first_checkpoint_goes_back_to_the_start(project: Pro
     assert digest(run) == clean("0:36", *bad)
 
 
-def test_a_spike_in_the_last_step_is_found_after_its_save(project: Project, clean: Any) -> None:
+def test_a_spike_in_the_last_step_is_found_before_its_save(project: Project, clean: Any) -> None:
     bad = plant(40)
     run = project(*ELASTIC, *DETECTION, *bad, "cluster.processes=2")
     assert run.code == 0, run.error
     assert [reason for reason, _ in attempts(run)] == ["rewound", "completed"]
+    assert not (run.folder or Path()).joinpath("rewound", "001", "checkpoints", "step_0000040").exists()
     assert digest(run) == clean(f"{36 * BATCH}:{40 * BATCH}", *bad)
 
 

@@ -5,27 +5,39 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy
 import pytest
 
 from recipes.digits.recipe import Digits
 from tests.loop.test_fit import ALONE, Idle
+from worldsize.checkpoint.format import folder_name, parse_step
 from worldsize.config.compose import compose_only
 from worldsize.config.composed import build_settings
-from worldsize.core import Event, NonfiniteLossError, RunEnded, Spike, StepDone
+from worldsize.core import CheckpointSaved, Event, NonfiniteLossError, RunEnded, RunStarted, Spike, StepDone
 from worldsize.errors import ConfigError
+from worldsize.healing.loop_state import LogState
+from worldsize.healing.rewind import RewindRequest, describe_refusal
 from worldsize.launch.execute import build_checked_settings
 from worldsize.loop.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.loop.spikes import SpikeDetection, SpikeFoundError
 from worldsize.observe.events import EventLog, describe_event, is_event
+from worldsize.record.chain import ChainFile
 from worldsize.record.metrics import MetricsFile, logged_values
+from worldsize.record.run_directory import RunDirectory
 from worldsize.worker.checkpointing import History
+
+if TYPE_CHECKING:
+    from worldsize.record.run_record import RunRecord
 
 
 def find(rule: SpikeDetection, losses: Sequence[float], norms: Sequence[float | None]) -> Spike | None:
@@ -200,3 +212,31 @@ def test_an_evaluation_needs_no_history() -> None:
     assert settings.spikes_if_nonfinite == ()
     assert not settings.skips_samples
     assert build_settings(compose_only(["recipe=digits"])).spike is None
+
+
+def test_a_run_whose_checkpoints_before_the_spike_were_deleted_does_not_go_back(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    chain = ChainFile(run)
+    saved = [run.checkpoints / folder_name(step) for step in (10, 30)]
+    for folder in saved:
+        folder.mkdir(parents=True)
+        (folder / "COMPLETE").write_text("0" * 64)
+    chain(RunStarted(run.id, 50))
+    for path in saved:
+        chain(CheckpointSaved(parse_step(path), path))
+    chain(RunEnded(31, "preempted"))
+    record = cast("RunRecord", SimpleNamespace(directory=run, manifest={"config": {"spike": {"rewinds": 3}}}))
+    request = RewindRequest(25, 20, "step 25: the loss is inf.", stops=False)
+    assert describe_refusal(request, record) is None
+    shutil.rmtree(saved[0])
+    refusal = describe_refusal(request, record) or ""
+    assert "All checkpoints up to step 20, before the spike, have been deleted" in refusal
+    assert "--from 0" in refusal
+    assert describe_refusal(RewindRequest(8, 5, "step 8", stops=False), record) is None, "none was saved before"
+    assert describe_refusal(RewindRequest(35, 30, "step 35", stops=False), record) is None
+
+
+def test_a_spike_is_reported_once_after_the_membership_changes() -> None:
+    state = LogState(step=20)
+    spike = Spike(20, "loss", 9.0, 1.0, 12, 19, "warn")
+    assert [state.is_new(replace(spike, step=step)) for step in (20, 21)] == [False, True]

@@ -169,8 +169,7 @@ def test_chains_are_compared_in_the_repeated_steps_only(run: RunDirectory, tmp_p
     assert compare_chains(run.chain, other.chain, first=1, last=2) is None
     found = compare_chains(run.chain, other.chain, first=1, last=4)
     assert found is not None
-    assert (found.step, found.what) == (3, "evaluated")
-    assert (found.recorded, found.repeated) == ('{"error": 0.1}', '{"error": 0.2}')
+    assert (found.step, found.what, found.recorded, found.repeated) == (3, "evaluated.error", "0.1", "0.2")
     missing = compare_chains(run.chain, other.chain, first=3, last=6)
     assert missing is not None
     assert missing.step == 4

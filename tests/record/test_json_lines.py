@@ -13,7 +13,7 @@ from worldsize.core import RunEnded, RunStarted
 from worldsize.observe.progress import Tail
 from worldsize.observe.timing import Timing
 from worldsize.record.json_lines import JsonRows, parse_row
-from worldsize.record.metrics import MetricsFile, is_timing, last_metrics, metric_rows, metrics_digest, rewind_metrics
+from worldsize.record.metrics import MetricsFile, is_timing, last_metrics, metric_rows, metrics_digest, truncate_metrics
 from worldsize.record.run_directory import RunDirectory
 from worldsize.strict_json import parse_strict_json
 
@@ -116,7 +116,7 @@ def test_a_line_that_is_too_long_is_passed_over_like_any_damaged_one(
     tail = Tail(path, from_start=True)
     assert len(list(tail.read())) == 34
     assert list(tail.read()) == []
-    rewind_metrics(path, 20)
+    truncate_metrics(path, 20)
     assert path.read_bytes() == b"".join(lines[:22])
 
 
@@ -140,7 +140,7 @@ def test_a_resumed_run_keeps_the_times_of_the_steps_before(tmp_path: Path, caplo
 def test_an_attempt_parses_the_metrics_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     write_metrics(path, 100)
-    rewind_metrics(path, 100)  # like the launching process
+    truncate_metrics(path, 100)  # like the launching process
     parsed: list[bytes] = []
 
     def counted(line: bytes) -> dict[str, Any] | None:
@@ -187,7 +187,7 @@ def test_a_damaged_line_keeps_no_run_from_being_resumed(tmp_path: Path, damage: 
     path = tmp_path / "metrics.jsonl"
     lines = [f"{line}\n".encode() for line in write_metrics(path, 30)]
     path.write_bytes(b"".join([*lines[:5], damage, *lines[5:], b'{"event": "st']))
-    rewind_metrics(path, 20)
+    truncate_metrics(path, 20)
     assert path.read_bytes() == b"".join(lines[:22])
     assert not path.with_name(".metrics.jsonl").exists()
 
@@ -196,9 +196,9 @@ def test_a_file_that_needs_no_rewinding_is_not_written_again(tmp_path: Path) -> 
     path = tmp_path / "metrics.jsonl"
     write_metrics(path, 20)
     before = path.stat().st_ino
-    rewind_metrics(path, 20)
+    truncate_metrics(path, 20)
     assert path.stat().st_ino == before
-    rewind_metrics(path, 20, evaluated=False)
+    truncate_metrics(path, 20, evaluated=False)
     assert json.loads(path.read_text().splitlines()[-1])["event"] == "step"
 
 

@@ -257,7 +257,8 @@ def _group_tensors(checkpoint: Checkpoint) -> Iterator[list[str]]:
         if size >= _COMPARED:
             yield group
             group, size = [], 0
-    yield group
+    if group:
+        yield group
 
 
 def _has_same_bits(one: Tensor, other: Tensor) -> bool:

@@ -122,11 +122,15 @@ def audit(
         )
     if is_locked(run.directory.path):
         raise WorldsizeError(f"the run {run.directory.path} is being trained. Audit it when it has ended.")
-    problems, remark = check_attestation(run.directory, key)
+    with wrap_read_errors(run.directory.path):
+        problems, remark = check_attestation(run.directory, key)
     problems += check_record(run)
     remarks = [remark] if remark else []
     if not is_sealed(run):
-        remarks.append("the run was killed, so its manifest does not contain the end of the chain")
+        remarks.append(
+            "the manifest does not contain the end of the chain, since the last attempt was killed or did not start; "
+            "lines removed from the end are not detected"
+        )
     if problems:
         return AuditReport(problems, None, (), seed, remarks)
     coverage = choose_intervals(run, samples=samples, longest=longest, seed=seed)
@@ -200,5 +204,5 @@ def _find_damage(checkpoint: Path | None) -> ChainDifference | None:
     try:
         verify_checkpoint(read_checkpoint(checkpoint))
     except CheckpointError as error:
-        return ChainDifference(parse_step(checkpoint), f"checkpoint: {error}", None, None)
+        return ChainDifference(parse_step(checkpoint), "checkpoint", str(error), None)
     return None

@@ -71,7 +71,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in config.items()}
 
 
-def change_recorded(run: RunDirectory, values: Mapping[str, object]) -> tuple[dict[str, Any], str]:
+def override_recorded(run: RunDirectory, values: Mapping[str, object]) -> tuple[dict[str, Any], str]:
     """Return the run's configuration with other ``values``, without secrets, and its text for ``config.yaml``."""
     config = {**_read_config(run.config), **values}
     return config, OmegaConf.to_yaml(OmegaConf.create(config))

@@ -184,8 +184,8 @@ class CheckpointConfig:
             if name not in known:
                 raise ConfigError(f"checkpoint.signals: unknown signal {name!r}{neighbours(name, known)}")
 
-    def check_rewinds(self, log_every: int) -> None:
-        """Raise ConfigError if no kept checkpoint may be as old as the logged step before a spike.
+    def check_spikes(self, log_every: int) -> None:
+        """Raise ConfigError if all kept checkpoints may be newer than the last logged step before a spike.
 
         A spike is noticed before the logged step with it is saved, and the spike may have begun right after the
         previous logged step.

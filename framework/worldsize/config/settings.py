@@ -42,6 +42,7 @@ from worldsize.config.shape import (
     check_remembers,
     check_rewinds,
     check_slices,
+    check_stop_after,
 )
 from worldsize.core import (
     Autoscaler,
@@ -125,12 +126,12 @@ class Settings(RunShape):
     @property
     def skips_samples(self) -> bool:
         """Whether samples are skipped, or may be after a spike."""
-        return bool(self.training.skip_samples) or (self.spike is not None and self.spike.rewinds_run)
+        return bool(self.training.skip_samples) or (self.spike is not None and self.spike.is_rewinding)
 
     @property
     def spikes_if_nonfinite(self) -> Sequence[str]:
         """Logged values whose NaN or infinity makes the run go back; float16 gradients may overflow in good steps."""
-        if self.spike is None or not self.spike.rewinds_run or self.numerics.nonfinite != "stop":
+        if self.spike is None or not self.spike.is_rewinding or self.numerics.nonfinite != "stop":
             return ()
         return ("loss",) if self.numerics.policy.scales_loss else ("loss", "grad_norm")
 
@@ -242,14 +243,15 @@ def load_settings(objects: Objects) -> Settings:
     spike = _build_spike_detection(config.get("spike") or {})  # missing in older runs
     if observe.profile.operations is not None:
         check_operations(shape, integrity, recipe)
+    check_stop_after(shape)
     if shape.trains:
         check_integrity(integrity, shape, recipe)
         check_flips(faults, shape.strategy, recipe)
         check_remembers(recipe, shape.roles, shape.launcher, exact=shape.determinism.exact_mode)
         check_graphs(shape.numerics, cluster, shape.micro_batches, recipe)
-        if spike and spike.rewinds_run:
+        if spike and spike.is_rewinding:
             check_rewinds(shape, recipe)
-            checkpoint.check_rewinds(training.log_every)
+            checkpoint.check_spikes(training.log_every)
     return Settings(
         **vars(shape),
         config=config,

@@ -263,6 +263,15 @@ def check_activations(numerics: Numerics, strategy: Strategy, cluster: Cluster) 
         )
 
 
+def check_stop_after(shape: RunShape) -> None:
+    """Raise ConfigError if a scheduler would restart a run that stops after ``run.stop_after``."""
+    if shape.run.stop_after is not None and not isinstance(shape.launcher, Launcher):
+        raise ConfigError(
+            f"run.stop_after={shape.run.stop_after} requires a cluster without a scheduler, which would restart the "
+            "stopped run. Remove it, or set cluster=laptop."
+        )
+
+
 def check_operations(shape: RunShape, integrity: IntegrityConfig, recipe: Recipe) -> None:
     """Raise ConfigError if the operations of a step cannot be recorded with these settings and ``recipe``."""
     name, numerics = type(shape.strategy).__name__, shape.numerics

@@ -59,7 +59,8 @@ class StepDone:
         splits: Seconds of data, compute, communication and update for each rank and each measured step; only on rank 0.
         losses_sha256: SHA-256 of the losses of all logical ranks in this step, in order, as little-endian float64.
         indices_sha256: SHA-256 of the sample indices of the steps since the previous logged step, in order of steps and
-            logical ranks, as little-endian int64; None on other processes than the first, and for streams.
+            logical ranks, as little-endian int64; None for streams, with parameter servers, and on other processes than
+            the first.
     """
 
     step: int
@@ -169,7 +170,7 @@ class Straggling:
 class GradientsAudited:
     """Processes have compared the gradients of ``step``, and found no difference.
 
-    ``digest``: of all losses, gradients and saved buffers of the step, 16 hexadecimal digits; it does not depend on the
+    ``digest``: Checksum of the step's losses, gradients and saved buffers, as 16 hexadecimal digits; independent of the
     number of processes.
     """
 
@@ -244,8 +245,8 @@ class Spike:
         if self.median is None or not math.isfinite(self.value):
             return f"step {self.step}: the {name} is {self.value:.4g}."
         return (
-            f"step {self.step}: the {name} is {self.value:.4g}, {self.value / self.median:.3g} times the median of the "
-            f"last {self.count} logged steps."
+            f"step {self.step}: the {name} is {self.value:.4g}, {self.value / self.median:.3g} times the median of "
+            f"the {self.count} values before it."
         )
 
 

@@ -37,8 +37,9 @@ class IntegrityConfig:
             ranks and compares the bits of losses, gradients and buffers; requires ``reproducibility=elastic``.
         replicas: Steps between two comparisons of the weights, optimizer state and buffers that several processes
             hold; 0: never.
-        on_mismatch: "stop" ends the run; "heal" ends the processes on the host with the wrong bits, and repeats the
-            step, which requires ``strategy.on_failure=heal``; "warn" reports the mismatch and continues.
+        on_mismatch: "stop" ends the run; "heal" ends the processes on the host with the wrong bits (only the faulty
+            one if there are no other hosts) and repeats the step, which requires ``strategy.on_failure=heal``; "warn"
+            reports the mismatch and continues.
     """
 
     audit: Annotated[float, Range(least=0, most=1, hint="0.02 audits 2 % of the steps")] = 0.0

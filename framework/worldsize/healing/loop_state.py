@@ -10,7 +10,7 @@ from typing import Any, Protocol, final
 from worldsize.checkpoint.format import Checkpoint
 from worldsize.checkpoint.load import find_newest
 from worldsize.config.settings import Settings
-from worldsize.core import Evaluated, Event, StepDone, World
+from worldsize.core import Evaluated, Event, Spike, StepDone, World
 from worldsize.loop.fit import TrainingProgress
 from worldsize.record.run_directory import RunDirectory
 from worldsize.strategies.deferred.model import state_follows
@@ -19,7 +19,7 @@ from worldsize.strategies.deferred.model import state_follows
 @final
 @dataclass(frozen=True)
 class LogState:
-    """The logged steps of a run, so that repeated steps are not logged twice.
+    """The logged steps of a run, so that repeated steps and their spikes are not logged twice.
 
     Attributes:
         last: The last logged step.
@@ -40,6 +40,8 @@ class LogState:
                 return step > self.step
             case Evaluated(step=step):
                 return step > self.evaluation
+            case Spike(step=step):
+                return step > self.step
         return True
 
     def get_last_logged(self, first: TrainingProgress) -> tuple[int, bool]:

@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -19,12 +20,13 @@ from typing import Any, final
 from worldsize.checkpoint.format import complete, parse_step, sync_folder
 from worldsize.config.arguments import parse_override_key
 from worldsize.config.compose import format_keywords
-from worldsize.config.recorded import change_recorded, format_words
+from worldsize.config.recorded import format_words, override_recorded
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, Failure, Outcome, Spike
 from worldsize.data.skips import SkippedSamples
 from worldsize.errors import WorldsizeError
 from worldsize.files import read_regular, replace_file
+from worldsize.record.chain import BrokenChainError, read_chain
 from worldsize.record.metrics import last_step
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import Manifest, RunRecord
@@ -138,6 +140,8 @@ class Rewind:
         """Describe the rewind in one line; ``folder`` is the result of :meth:`put_aside`."""
         samples = f" without the samples {', '.join(_format_ranges(self.added))}" if self.added else ""
         kept = f"; later checkpoints and metrics are in {folder}" if folder else ""
+        if self.undone == self.step:
+            return f"continuing from step {self.step}{samples}"
         return f"going back from step {self.undone} to step {self.step}{samples}{kept}"
 
 
@@ -165,20 +169,36 @@ def is_applied(manifest: Manifest) -> bool:
     return any(each["cause"] == "spike" and each["attempt"] == number for each in manifest.get("rewinds", ()))
 
 
-def describe_excess(request: RewindRequest, manifest: Manifest, *, limit: int | None = None) -> str | None:
-    """Return why the run must not go back again; None if it may.
+def describe_refusal(request: RewindRequest, record: RunRecord, *, limit: int | None = None) -> str | None:
+    """Return why the run must not go back before the spike; None if it may.
 
     ``limit``: maximum number of rewinds at a spike; None: as recorded.
     """
+    manifest = record.manifest
     limit = manifest["config"]["spike"]["rewinds"] if limit is None else limit
     done = sum(each["cause"] == "spike" for each in manifest.get("rewinds", ()))
-    if done < limit:
-        return None
-    return (
-        f"{request.why} The run has already gone back {done} times before a spike (spike.rewinds={limit}). Lower lr or "
-        f"set clip_norm in a new run, or resume with spike.rewinds={done + 3} to go back again, or with "
-        "spike.on_spike=warn to continue after the spike."
-    )
+    if done >= limit:
+        return (
+            f"{request.why} The run has gone back {done} times, the maximum (spike.rewinds={limit}). Lower lr or "
+            f"set clip_norm in a new run, or resume with spike.rewinds={done + 3} to go back again, or with "
+            "spike.on_spike=warn to continue after the spike."
+        )
+    if _has_deleted(record.directory, until=request.since):
+        return (
+            f"{request.why} All checkpoints up to step {request.since}, before the spike, have been deleted. Go back "
+            "to the start with --from 0, or resume with spike.on_spike=warn to continue after the spike. In new runs, "
+            "set checkpoint.keep.last or checkpoint.keep.every to keep more of them."
+        )
+    return None
+
+
+def _has_deleted(run: RunDirectory, *, until: int) -> bool:
+    """Return whether the run saved checkpoints up to step ``until``, but has not kept any of them."""
+    if any(parse_step(path) <= until for path in complete(run.checkpoints)):
+        return False
+    with suppress(BrokenChainError):
+        return any(link.kind == "checkpoint" and link.step <= until for link in read_chain(run.chain))
+    return False
 
 
 def conclude_attempt(record: RunRecord, outcome: Outcome) -> Outcome:
@@ -188,8 +208,8 @@ def conclude_attempt(record: RunRecord, outcome: Outcome) -> Outcome:
     """
     if outcome.exit_reason != "preempted" or (request := read_request(record.directory)) is None:
         return outcome
-    if (excess := describe_excess(request, record.manifest)) is not None:
-        failure = Failure("worker", 0, excess, 1, request.step)
+    if (refusal := describe_refusal(request, record)) is not None:
+        failure = Failure("worker", 0, refusal, 1, request.step)
         return replace(outcome, exit_reason="failed", exit_code=1, failure=failure)
     return replace(outcome, exit_reason=REWOUND)
 
@@ -201,9 +221,9 @@ def is_stopping(run: RunDirectory) -> bool:
 
 
 def is_exhausted(record: RunRecord) -> bool:
-    """Return whether a worker requests to go back more often than the run may."""
-    request, manifest = read_request(record.directory), record.manifest
-    return request is not None and describe_excess(request, manifest) is not None
+    """Return whether a worker requests to go back, but the run must not."""
+    request = read_request(record.directory)
+    return request is not None and describe_refusal(request, record) is not None
 
 
 def apply_request(record: RunRecord) -> None:
@@ -218,14 +238,14 @@ def apply_request(record: RunRecord) -> None:
     if is_applied(manifest):
         run.rewind.unlink()
         return
-    if (excess := describe_excess(request, manifest)) is not None:
-        raise WorldsizeError(excess)
+    if (refusal := describe_refusal(request, record)) is not None:
+        raise WorldsizeError(refusal)
     recorded = manifest["config"]
     skipped = SkippedSamples.from_words(recorded["skip_samples"])
     rewind = Rewind.from_request(request, run, skipped, recorded["batch_size"])
     folder = rewind.put_aside(run)
-    config, text = change_recorded(run, {"skip_samples": rewind.skipped.words})
-    words = replace_override(manifest["overrides"], rewind.skipped)
+    config, text = override_recorded(run, {"skip_samples": rewind.skipped.words})
+    words = replace_skipped_samples(manifest["overrides"], rewind.skipped)
     amended = {
         **add_rewind(manifest, rewind, folder),
         "config": config,
@@ -237,7 +257,7 @@ def apply_request(record: RunRecord) -> None:
     _logger.warning("%s", rewind.describe(folder))
 
 
-def replace_override(words: Sequence[str], skipped: SkippedSamples) -> list[str]:
+def replace_skipped_samples(words: Sequence[str], skipped: SkippedSamples) -> list[str]:
     """Return the overrides ``words`` with ``skip_samples`` set to ``skipped``."""
     others = [word for word in words if parse_override_key(word) != "skip_samples"]
     return [*others, *(format_keywords({"skip_samples": skipped.words}) if skipped.ranges else ())]
@@ -273,8 +293,8 @@ def plan_rewind(
     request, spike = read_request(run), config["spike"]
     if request is None or is_applied(manifest) or spike["factor"] is None or spike["on_spike"] != "rewind":
         return None
-    if (excess := describe_excess(request, manifest, limit=spike["rewinds"])) is not None:
-        raise WorldsizeError(f"{excess} Nothing was started.")
+    if (refusal := describe_refusal(request, record, limit=spike["rewinds"])) is not None:
+        raise WorldsizeError(f"{refusal.removesuffix('.')}; nothing was started.")
     return Rewind.from_request(request, run, skipped, config["batch_size"])
 
 

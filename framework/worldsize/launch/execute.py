@@ -27,7 +27,7 @@ from worldsize.core import AgentLauncher, BatchLauncher, Cluster, Failure, Launc
 from worldsize.data.order import refuse_skips, sample_lengths
 from worldsize.data.source import check_paths
 from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, SchedulerUnreachableError, WorldsizeError
-from worldsize.healing.rewind import check_skipped, plan_rewind, replace_override
+from worldsize.healing.rewind import check_skipped, plan_rewind, replace_skipped_samples
 from worldsize.launch.local import Local
 from worldsize.launch.record import add_secrets, amend_record, check_initial, check_same, create_scrubber, write_record
 from worldsize.launch.restarts import command_line, is_discarded, run_attempts
@@ -186,10 +186,12 @@ def build_checked_settings(cfg: DictConfig, purpose: Purpose = TRAIN) -> Setting
         check_paths(settings.recipe)
         if settings.run.evaluates is None:
             with suppress(OSError, ImportError), keep_generators():  # a worker reports a clearer error
+                if settings.skips_samples or settings.training.length_balanced:
+                    train = settings.recipe.data("train")
                 if settings.skips_samples:
-                    refuse_skips(settings.recipe.data("train"))
+                    refuse_skips(train)
                 if settings.training.length_balanced:
-                    sample_lengths(settings.recipe.data("train"))
+                    sample_lengths(train)
     check_trainable(settings.recipe, settings.strategy)
     check_construction(
         settings.recipe,
@@ -375,7 +377,7 @@ def resume_run(
         values: dict[str, object] = {"skip_samples": rewind.skipped.words}
         if cfg.checkpoint.ignore_until is not None:
             values["checkpoint.ignore_until"] = rewind.step
-        cfg, words = override_values(cfg, values), replace_override(words, rewind.skipped)
+        cfg, words = override_values(cfg, values), replace_skipped_samples(words, rewind.skipped)
     settings = build_checked_settings(cfg)
     clean = create_scrubber(cfg, settings.config)
     plan = add_secrets(settings.config, settings.create_plan(run.path), clean)

@@ -116,6 +116,8 @@ def _report_outcome(run: RunDirectory, outcome: Outcome, console: Console) -> No
         end = outcome.exit_reason
         if end == "preempted" and outcome.steps:
             end = f"stopped and saved at step {outcome.steps[1]}"
+        elif end == REWOUND:
+            end = "stopped at a spike; the resumed run goes back before it"
         _logger.error("%s; run folder: %s", end, run.path)
         _logger.error("resume with: %s", command_line("resume", run.path))
 

@@ -72,7 +72,7 @@ def describe_state(record: RunView, scheduler: Scheduler) -> str:
 def is_alive(scheduler: Scheduler) -> bool:
     """Return whether the run is training, queued, or about to be restarted."""
     record = refresh_run(scheduler.run)
-    if record.job and record.exit_reason in (None, "preempted"):
+    if record.job and record.exit_reason in (None, "preempted", "rewound"):
         return scheduler.state(record.job) is not None
     return record.exit_reason == "running" or (record.exit_reason != "completed" and is_locked(scheduler.run.path))
 

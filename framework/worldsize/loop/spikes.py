@@ -20,7 +20,7 @@ _LEAST = 10  # minimum number of earlier finite values to compare with
 @final
 @dataclass(frozen=True)
 class SpikeDetection:
-    """Finds logged steps with a loss or gradient norm above ``factor`` times the median of the last ``window`` ones.
+    """A logged step is a spike if its loss or gradient norm exceeds ``factor`` times the median of the last ``window``.
 
     At least 10 earlier values are needed. The loss is not compared while its median is 0 or negative.
 
@@ -38,7 +38,7 @@ class SpikeDetection:
     rewinds: Annotated[int, Range(least=0, hint="0 means that a spike ends the run"), LARGEST] = 3
 
     @property
-    def rewinds_run(self) -> bool:
+    def is_rewinding(self) -> bool:
         """Whether the run goes back before a spike."""
         return self.on_spike == "rewind"
 

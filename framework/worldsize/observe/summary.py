@@ -149,12 +149,13 @@ def _describe_coverage(report: AuditReport, coverage: Coverage) -> Iterator[str]
     )
     if coverage.unreached_share:
         yield (
-            f"not reached by a kept checkpoint: {coverage.unreached_share:.1%} of the steps. Keep more checkpoints "
+            f"too far from a kept checkpoint: {coverage.unreached_share:.1%} of the steps. Keep more checkpoints "
             "(checkpoint.keep.every), or allow longer intervals (--longest)."
         )
     if report.verdict == "nothing found":
         for share, probability in report.list_pass_probabilities().items():
-            yield f"if a random {share:.0%} of the run was altered, an audit passes with probability {probability:.3f}"
+            altered = f"if a random {share:.0%} of the intervals are altered"
+            yield f"{altered}, an audit passes with probability {probability:.3f}"
 
 
 def _describe_operation(operation: OperationRecord | None) -> dict[str, str]:

@@ -37,10 +37,18 @@ _LONGEST_KEY = 1 << 12  # maximum bytes of a key file
 
 
 def write_attestation(run: RunDirectory, manifest: Mapping[str, Any]) -> None:
-    """Write the statement about a run that has ended; do nothing if the user has no folder for keys."""
+    """Write the signed statement about a run that has ended; do nothing if the user has no usable key."""
     key = _read_private_key()
     if key is None:
         return
+    try:
+        replace_file(run.attestation, f"{json.dumps(_sign_statement(run, manifest, key), indent=2)}\n".encode())
+    except OSError as error:
+        _logger.warning("the record is not signed for others: %s", error)
+
+
+def _sign_statement(run: RunDirectory, manifest: Mapping[str, Any], key: Ed25519PrivateKey) -> dict[str, Any]:
+    """Return the statement in its envelope."""
     facts = _select(manifest, "run_id", "config_sha256", "reproducibility")
     code = _select(manifest.get("code") or {}, "commit", "patch_sha256")
     results = _select(manifest["results"] or {}, "chain", "state_digest", "steps")
@@ -53,8 +61,7 @@ def write_attestation(run: RunDirectory, manifest: Mapping[str, Any]) -> None:
     payload = json.dumps(statement, sort_keys=True).encode()
     public = _encode_public(key.public_key())
     signature = {"keyid": hashlib.sha256(public).hexdigest(), "sig": _to_base64(key.sign(_encode_signed(payload)))}
-    envelope = {"payloadType": _PAYLOAD, "payload": _to_base64(payload), "signatures": [signature]}
-    replace_file(run.attestation, f"{json.dumps(envelope, indent=2)}\n".encode())
+    return {"payloadType": _PAYLOAD, "payload": _to_base64(payload), "signatures": [signature]}
 
 
 def _select(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -144,9 +151,9 @@ def _read_private_key() -> Ed25519PrivateKey | None:
             )
         found = serialization.load_pem_private_key(read_regular(path, at_most=_LONGEST_KEY), password=None)
         if isinstance(found, Ed25519PrivateKey):
-            public = path.with_suffix(".pub")
-            if not public.exists():
-                replace_file(public, _encode_public(found.public_key()))
+            public, text = path.with_suffix(".pub"), _encode_public(found.public_key())
+            if not public.exists() or public.read_bytes() != text:
+                replace_file(public, text)
             return found
         raise ValueError("not an Ed25519 key")
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder

@@ -1,13 +1,14 @@
-"""``chain.jsonl``: a hash chain of what a run computed, which ``worldsize audit`` compares with a repetition.
+"""``chain.jsonl``: a hash chain of a run's computed values. ``worldsize audit`` compares it with a repetition.
 
-Every line is a JSON object. ``previous`` is the SHA-256 of the previous line, without its newline; the first line only
-has the name of the run. Each other line has a ``step`` and one of these:
+The first line has the name of the run (``run``) and an empty ``previous``. Every later line has the previous line's
+SHA-256, without its newline, a ``step`` and one of:
 
 - ``logged``: computed values of a logged step; with ``losses``, the SHA-256 of the losses of all logical ranks, and
-  ``indices``, the SHA-256 of the sample indices since the previous scheduled log (null for streams);
+  ``indices``, the SHA-256 of the sample indices since the previous scheduled log (null for streams, and with parameter
+  servers);
 - ``evaluated``: the metrics of an evaluation;
 - ``audited``: a digest of the gradients, losses and buffers that processes compared (``integrity.audit``);
-- ``checkpoint``: the SHA-256 of a checkpoint's manifest, which contains those of its files.
+- ``checkpoint``: the SHA-256 of a checkpoint's manifest, which lists the SHA-256 of each file.
 
 The signed manifest contains the SHA-256 of the last line, and thus determines all lines.
 """
@@ -18,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,14 +38,16 @@ from worldsize.core import (
     StepDone,
 )
 from worldsize.errors import CheckpointError
+from worldsize.files import read_regular
 from worldsize.record.json_lines import Row, complete_lines, last_line, parse_row
-from worldsize.record.metrics import collect_computed_values, rewind_metrics
+from worldsize.record.metrics import collect_computed_values, truncate_metrics
 from worldsize.record.run_directory import RunDirectory
 from worldsize.strict_json import sanitize_json
 
 Kind = Literal["logged", "evaluated", "audited", "checkpoint"]
 _KINDS: tuple[Kind, ...] = ("logged", "evaluated", "audited", "checkpoint")
 _MORE: Mapping[Kind, tuple[str, ...]] = {"logged": ("losses", "indices")}  # further keys of a line, by kind
+_LONGEST_SEAL = 1 << 8  # maximum bytes of a checkpoint's last file
 _END = 1 << 20  # bytes to read from the end of a file for its last line
 _logger = logging.getLogger(__name__)
 
@@ -110,7 +114,7 @@ def _is_valid(row: Row, *, is_first: bool) -> bool:
     return is_numbered and len(kinds) == 1 and row.keys() == {"previous", "step", *kinds, *_MORE.get(kinds[0], ())}
 
 
-def rewind_chain(run: RunDirectory, first: int, *, evaluated: bool) -> Iterator[ChainLink]:
+def truncate_chain(run: RunDirectory, first: int, *, evaluated: bool) -> Iterator[ChainLink]:
     """Remove the lines after step ``first`` from a run's chain, and yield the others.
 
     With ``evaluated=False``, the evaluation after this step is removed, too.
@@ -128,7 +132,7 @@ def rewind_chain(run: RunDirectory, first: int, *, evaluated: bool) -> Iterator[
         os.truncate(run.chain, end)
 
 
-def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
+def truncate_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
     """Remove logged values and the chain's lines of steps after the newest checkpoint; the steps will be repeated.
 
     Returns the number of logged steps up to the checkpoint that are missing from the file, although they should have
@@ -139,9 +143,9 @@ def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
         with suppress(CheckpointError):  # loading it raises the error later
             evaluated = read_checkpoint(saved[-1]).facts.get("evaluated", True)
     step = parse_step(saved[-1]) if saved else 0
-    left = rewind_metrics(run.metrics, step, evaluated=evaluated)
+    left = truncate_metrics(run.metrics, step, evaluated=evaluated)
     with suppress(BrokenChainError):  # an audit reports it
-        for _ in rewind_chain(run, step, evaluated=evaluated):
+        for _ in truncate_chain(run, step, evaluated=evaluated):
             pass
     if not step:
         return 0
@@ -156,14 +160,16 @@ def seal_chain(run: RunDirectory) -> dict[str, Any] | None:
 
     A complete checkpoint without a line is first added: its process ended before it could do so.
     """
-    last, count, saved = b"", 0, set[int]()
-    for line, _ in complete_lines(run.chain):
-        last, count = line, count + 1
+    last, count, end, saved = b"", 0, 0, set[int]()
+    for line, following in complete_lines(run.chain):
+        last, count, end = line, count + 1, following
         if b'"checkpoint": "' in line and (row := parse_row(line)) is not None:
             saved.add(row.get("step", 0))
     if not count:
         return None
     head = _hash_line(last)
+    if run.chain.stat().st_size > end:
+        os.truncate(run.chain, end)  # its process was killed while it wrote the last line
     for path in complete(run.checkpoints):
         if parse_step(path) not in saved and (digest := _read_seal(path)):
             line = _encode_line({"step": parse_step(path), "checkpoint": digest}, previous=head)
@@ -174,9 +180,10 @@ def seal_chain(run: RunDirectory) -> dict[str, Any] | None:
 
 
 def _read_seal(path: Path) -> str | None:
-    """Return the SHA-256 of a checkpoint's manifest, as its last file states; None if this was removed."""
-    with suppress(OSError):
-        return (path / COMPLETE).read_text().strip()
+    """Return the SHA-256 of a checkpoint's manifest, as in its last file; None if this is damaged or was removed."""
+    with suppress(OSError, ValueError):
+        seal = read_regular(path / COMPLETE, at_most=_LONGEST_SEAL).decode().strip()
+        return seal if re.fullmatch(r"[0-9a-f]{64}", seal) else None
     return None
 
 
@@ -206,7 +213,7 @@ class ChainFile:
         match event:
             case RunStarted(first=first, evaluated=evaluated):
                 self._close()
-                self._rewind(first, evaluated=evaluated)
+                self._truncate(first, evaluated=evaluated)
             case StepDone(step=step):
                 digests = {"losses": event.losses_sha256, "indices": event.indices_sha256}
                 self._append("logged", step, collect_computed_values(event), **digests)
@@ -219,19 +226,19 @@ class ChainFile:
             case RunEnded() | RunFailed():
                 self._close()
 
-    def _rewind(self, first: int, *, evaluated: bool) -> None:
+    def _truncate(self, first: int, *, evaluated: bool) -> None:
         """Remove the lines after step ``first``; add lost lines of checkpoints up to this step."""
         self._previous, self._last = "", {}
         saved = set[int]()
         try:
-            for link in rewind_chain(self._run, first, evaluated=evaluated):
+            for link in truncate_chain(self._run, first, evaluated=evaluated):
                 self._previous, self._last[link.kind] = link.digest, link.step
                 if link.kind == "checkpoint":
                     saved.add(link.step)
         except BrokenChainError as error:
             _logger.warning("%s. `worldsize audit` will report this.", error)
             self._previous = _hash_line(last_line(self._run.chain, within=_END))
-        self._file = self._run.chain.open("ab", buffering=0)
+        self._file = self._run.chain.open("ab")
         if not self._previous:
             self._write_line({"run": self._run.id})
         self._last.pop("checkpoint", None)
@@ -254,6 +261,7 @@ class ChainFile:
         self._previous = _hash_line(line)
         if self._file is not None:
             self._file.write(line)
+            self._file.flush()
 
     def _close(self) -> None:
         if self._file is not None:

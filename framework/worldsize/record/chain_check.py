@@ -134,7 +134,7 @@ class Coverage:
 
     Attributes:
         intervals: All intervals between two saves, in order.
-        reached: Those that a kept checkpoint reaches.
+        reached: Intervals that cost at most the longest allowed number of steps.
         chosen: Those chosen at random to be repeated.
     """
 
@@ -144,7 +144,7 @@ class Coverage:
 
     @property
     def unreached_share(self) -> float:
-        """Fraction of the steps in intervals that no kept checkpoint reaches."""
+        """Fraction of the steps in intervals too far from a kept checkpoint."""
         return 1 - _count_steps(self.reached) / _count_steps(self.intervals)
 
     @property
@@ -235,8 +235,8 @@ class ChainDifference:
 def compare_chains(recorded: Path, repeated: Path, *, first: int, last: int) -> ChainDifference | None:
     """Return the first difference between two chains in the steps after ``first`` up to ``last``.
 
-    Digests of audited gradients are only compared if both chains have them. The first logged loss is not compared if it
-    is NaN or infinite: it may be that of a step before ``first``, since such losses are logged with the next log.
+    Digests of audited gradients are only compared if both chains have them. The first logged loss is ignored if it is
+    NaN or infinite: it may come from a step before ``first``.
 
     Raises:
         WorldsizeError: the repetition ended before step ``last``.
@@ -255,10 +255,17 @@ def compare_chains(recorded: Path, repeated: Path, *, first: int, last: int) -> 
             then, now = _drop_nonfinite_loss(then, now)
         if then == now or (kind == "audited" and None in (then, now)):
             continue
-        names = sorted({*(then or {}), *(now or {})} - {"step"})
-        name = next((each for each in names if (then or {}).get(each) != (now or {}).get(each)), kind)
-        return ChainDifference(step, name, *(_format_value(each, name) for each in (then, now)))
+        name, *values = _find_value(then, now)
+        return ChainDifference(step, name or kind, *(None if each is None else json.dumps(each) for each in values))
     return None
+
+
+def _find_value(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:
+    """Return the dotted name of the first value that differs, and both values."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        key = next(key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key))
+        return _find_value(one.get(key), other.get(key), f"{path}.{key}" if path else key)
+    return path, one, other
 
 
 def _drop_nonfinite_loss(
@@ -276,10 +283,6 @@ def _collect_values(path: Path, first: int, last: int) -> dict[tuple[int, str], 
         for link in read_chain(path)
         if first < link.step <= last and link.kind in _REPEATED
     }
-
-
-def _format_value(values: Mapping[str, Any] | None, name: str) -> str | None:
-    return None if values is None or name not in values else json.dumps(values[name])
 
 
 @final

@@ -95,7 +95,7 @@ class MetricsFile:
             case RunStarted(first=first, evaluated=evaluated):
                 self._file.close()
                 if not _ends_before(self._path, first, evaluated):
-                    rewind_metrics(self._path, first, evaluated=evaluated)
+                    truncate_metrics(self._path, first, evaluated=evaluated)
                 self._file = self._path.open("a", buffering=1)
             case StepDone():
                 self._write_line({"event": "step", **_collect_fields(event)})
@@ -152,7 +152,7 @@ def metric_rows(path: Path, *, at_most: int | None = None) -> JsonRows:
     return JsonRows(path, is_valid=is_metric, at_most=at_most, keep=_EVALUATION)
 
 
-def rewind_metrics(path: Path, step: int, *, evaluated: bool = True) -> int:
+def truncate_metrics(path: Path, step: int, *, evaluated: bool = True) -> int:
     """Drop damaged lines and lines after ``step``; return the number of remaining logged steps.
 
     With ``evaluated=False``, the evaluation after ``step`` is dropped, too.

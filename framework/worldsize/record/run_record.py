@@ -228,7 +228,7 @@ class RunRecord:
 
     def begin_attempt(self, others: Sequence[str], *, world_size: int, pinning: Manifest | None = None) -> int:
         """Record an attempt's start on this host and ``others``; return its number."""
-        from worldsize.record.chain import rewind_to_checkpoint
+        from worldsize.record.chain import truncate_to_checkpoint
 
         earlier = list(self.attempts)
         attempt = new_attempt(len(earlier) + 1, others, world_size)
@@ -238,7 +238,7 @@ class RunRecord:
             earlier[-1] = {**earlier[-1], "lost_host": lost}
         self._attempt, self._begun = attempt, time.monotonic()
         _reserve_space(self.directory)
-        if count := rewind_to_checkpoint(self.directory, self.manifest):  # before anything reads the file
+        if count := truncate_to_checkpoint(self.directory, self.manifest):  # before anything reads the file
             attempt["lost_metrics"] = count
             _logger.warning(
                 "%s is missing %d logged steps of earlier attempts. %s", self.directory.metrics, count, _NO_DIGEST

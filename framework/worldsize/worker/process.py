@@ -130,6 +130,8 @@ def _show_end(run: RunDirectory, outcome: Outcome) -> None:
             show_summary(Console(), result, run.path)
     elif outcome.failure:
         _logger.error("%s", outcome.failure.cause)
+    elif outcome.exit_reason == REWOUND:
+        _logger.error("stopped at a spike; run the same command again to go back before it")
     elif saved := complete(run.checkpoints):
         step = parse_step(saved[-1])
         _logger.error("stopped and saved at step %d; run the same command again to resume", step)

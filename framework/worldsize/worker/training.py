@@ -138,7 +138,7 @@ class Training:
                 self._check_spike()  # processes may have died before they could react to the last logged step
             last = self._run_loop(first, checkpoint, beats)
         except SpikeFoundError as found:
-            return self._leave_before(found.spike, beats)
+            return self._end_for_rewind(found.spike, beats)
         if beats:
             beats.step(last.step)
         self._checkpoints.finish()
@@ -171,14 +171,12 @@ class Training:
             self._history.evaluations = logged[0]
 
     def _broadcast_logged_values(self, first: TrainingProgress) -> None:
-        """Broadcast the recorded losses and gradient norms from the first rank if spikes are detected.
+        """Broadcast the recorded losses and gradient norms from the first rank, to detect spikes.
 
         Raises:
             WorldsizeError: this process skips other samples than the first rank.
         """
         spike, own = self._settings.spike, list(self._settings.training.skip_samples)
-        if not (spike or own):
-            return
         last = spike.window + 1 if spike and first.step else 0
         logged = logged_values(self._run.metrics, until=first.step, last=last) if self._world.rank == 0 else []
         shared: list[Any] = [logged, own]
@@ -189,6 +187,7 @@ class Training:
                 f"{self._run.config} has skip_samples={own} on this host, but {shared[1]} on the first one. Check that "
                 "the hosts share the run folder, and resume the run."
             )
+        self._history.logged.clear()  # it may have a step that was logged again after a change of the membership
         self._history.logged.extend(shared[0])
 
     def _check_spike(self, done: StepDone | None = None) -> None:
@@ -199,17 +198,17 @@ class Training:
         if (rule := self._settings.spike) is None:
             return
         found = [rule.find_spike([*self._history.logged], nonfinite=self._settings.spikes_if_nonfinite)]
-        if rule.rewinds_run and self._world.group is not None:
+        if rule.is_rewinding and self._world.group is not None:
             dist.broadcast_object_list(found, group=self._world.group, group_src=0)
         if (spike := found[0]) is None:
             return
-        if rule.rewinds_run:
+        if rule.is_rewinding:
             self._emit_events(spike)
             raise SpikeFoundError(spike)
         if done is not None:
             self._emit_events(spike)
 
-    def _leave_before(self, spike: Spike, heartbeat: Heartbeat | None) -> int:
+    def _end_for_rewind(self, spike: Spike, heartbeat: Heartbeat | None) -> int:
         """End this attempt without saving, so that the run goes back to before ``spike``."""
         is_stopping = self._preemption.is_wanted()
         step = max(spike.step, self._state.progress.step if self._state.progress else 0)
