@@ -256,7 +256,7 @@ def test_a_run_ends_after_its_rewinds_and_resumes_with_more(project: Project, co
     assert len(attempts(run)) == 1
     failure = run.json("run_manifest.json")["attempts"][0]["failure"]
     assert failure["step"] == 22
-    assert "has already gone back 0 times before a spike (spike.rewinds=0)" in run.error
+    assert "has gone back 0 times, the maximum (spike.rewinds=0)" in run.error
     again = resume(command, run)
     assert again.returncode == 2
     assert "resume with spike.rewinds=3" in again.stderr

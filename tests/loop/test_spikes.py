@@ -120,7 +120,7 @@ def test_the_loop_ends_before_it_saves_or_refuses_a_nonfinite_loss(monkeypatch: 
 
     config = LoopConfig(8, batch_size=1, log_every=2, save_every=2)
     callbacks = LoopCallbacks(lambda step: {}, lambda event: None, save, check=check)
-    with pytest.raises(SpikeFoundError, match="step 4: the loss is 9, 9 times the median of the last 10 logged steps"):
+    with pytest.raises(SpikeFoundError, match="step 4: the loss is 9, 9 times the median of the 10 values before it"):
         fit(Idle(), repeat([]), ALONE, config=config, callbacks=callbacks)
     assert order == ["checked 1", "checked 2", "saved", "checked 4"]
     monkeypatch.setattr("worldsize.loop.fit.math.isfinite", lambda loss: False)

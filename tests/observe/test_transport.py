@@ -112,7 +112,7 @@ def test_a_fallback_is_an_event_of_the_run(tmp_path: Path) -> None:
         ),
         (
             Spike(70, "loss", 12.0, 2.0, 50, 60, "warn"),
-            "step 70: the loss is 12, 6 times the median of the last 50 logged steps.",
+            "step 70: the loss is 12, 6 times the median of the 50 values before it.",
         ),
         (Spike(70, "loss", float("nan"), 2.0, 50, 60, "rewind"), "step 70: the loss is nan."),
         (NodeAlert(1, "gpu1", "disk", 0.97, 0.95), "gpu1"),
