@@ -66,6 +66,7 @@ OTHERS = {  # commands that do not fork a process that may use a GPU
     **dict.fromkeys(("init", "new", "list", "image", "status", "logs"), "starts no Python process"),
     **dict.fromkeys(("cancel", "compare", "export", "report", "watch", "workers"), "starts no Python process"),
     **dict.fromkeys(("completion", "schema"), "starts no Python process"),
+    "audit": "repeats parts of a run as reproduce does, by the commands train and resume",
     "prepare": "its processes cut text into tokens",
 }
 # for reproduce's Python

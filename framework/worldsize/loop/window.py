@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -167,11 +168,11 @@ class LoggedStep:
         means_p4 = splits_ps4.mean(1)
         compute, communication, update = means_p4[self.rank].tolist()[1:] if self.measured else [None] * 3
         # logical ranks are dealt to replicas in rounds; the last round may be incomplete
-        losses_b = losses_pb[parts].T.flatten()[: self.logical_ranks]
+        last_losses = losses_pb[parts].T.flatten()[: self.logical_ranks].tolist()
         return StepDone(
             step=self.step,
             samples=self.step * self.batch_size,
-            loss=_compute_logged_loss(nonfinite_p2.tolist(), losses_b.tolist()),
+            loss=_compute_logged_loss(nonfinite_p2.tolist(), last_losses),
             lr=last.lr,
             grad_norm=None if norm is None else float(norm),
             skipped=skipped,
@@ -185,7 +186,7 @@ class LoggedStep:
             exposed_seconds=float(means_p4[:, _COMMUNICATION].min()) if self.measured else None,
             metrics=compute_means(self.metrics, metrics_pn[parts]),
             splits=splits_ps4.tolist() if self.measured and self.rank == 0 else (),
-            losses_sha256=hashlib.sha256(losses_b.numpy().astype("<f8").tobytes()).hexdigest(),
+            losses_sha256=hashlib.sha256(struct.pack(f"<{len(last_losses)}d", *last_losses)).hexdigest(),
         )
 
 
