@@ -64,7 +64,7 @@ def enter_project(record: RunRecord | RunView, overrides: Sequence[str], *, yes:
     os.chdir(project)
     if has_plugins:
         os.environ["WORLDSIZE_PLUGINS"] = str(run.plugins.resolve())  # the code that the run started with
-    return [*_not_replaced(recorded, overrides), *overrides]
+    return [*drop_replaced(recorded, ["run.stop_after", *overrides]), *overrides]  # a resumed run continues to its end
 
 
 def check_typed(overrides: Sequence[str]) -> None:
@@ -109,12 +109,12 @@ def _confirm_code(manifest: Mapping[str, Any], project: Path, *, yes: bool) -> N
     ask_for_consent(facts, yes=yes, deed="Run this code?")
 
 
-def _not_replaced(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the recorded overrides that are not replaced by typed ones, without ``run.stop_after``.
+def drop_replaced(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the recorded overrides that are not replaced by typed ones.
 
     Typing a strategy drops the recorded strategy's options, too; typing a cluster also drops the launcher's options.
     """
-    replaced = ["run.stop_after", *(parse_override_key(word) for word in overrides)]
+    replaced = [parse_override_key(word) for word in overrides]
     groups = tuple(f"{key}." for key in replaced if key in GROUPS) + (("launcher.",) if "cluster" in replaced else ())
     return [
         word

@@ -28,6 +28,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.files import open_regular
 from worldsize.launch.recorded_run import (
     check_recorded_targets,
+    drop_replaced,
     read_recorded_flags,
     read_recorded_overrides,
     target_names,
@@ -163,9 +164,8 @@ class Reproduction:
         typed = {parse_override_key(word) for word in self.overrides}
         recorded = [
             word
-            for word in read_recorded_overrides(manifest, own=own)
-            if (key := parse_override_key(word)) not in typed
-            and (self.drop is None or re.split(r"[./@]", key)[0] != self.drop)
+            for word in drop_replaced(read_recorded_overrides(manifest, own=own), self.overrides)
+            if self.drop is None or re.split(r"[./@]", parse_override_key(word))[0] != self.drop
         ]
         begun = manifest["config"].get("init_from")  # the checkpoint that was used, even if init_from names a run
         pinned = [format_override("init_from", begun)] if begun and "init_from" not in typed else []
