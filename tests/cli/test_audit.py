@@ -22,6 +22,7 @@ from worldsize.record.run_record import read_run
 pytestmark = pytest.mark.heavy
 
 OPTIONS = ("recipe=audited", "reproducibility=elastic", "logical_ranks=4", "cluster.processes=2", "log_every=4")
+DDP = ("strategy=ddp", "strategy.bucket_mb=5")  # an option that other strategies do not have
 SAVES = ("checkpoint.every=8", "checkpoint.keep.last=9", "evaluate_every=16")
 VERIFIER = Path(__file__).parents[2] / "docs" / "howto" / "verify_chain.py"
 
@@ -32,7 +33,7 @@ def honest(train_in: Callable[[Path], Train], once: Once, tmp_path: Path) -> Pat
 
     def fill(folder: Path) -> None:
         write_recipe(folder, "audited", RECIPE, audited=CONF)
-        trained = train_in(folder)(*OPTIONS, *SAVES)
+        trained = train_in(folder)(*OPTIONS, *SAVES, *DDP)
         assert trained.code == 0, trained.error
 
     (original,) = folders(once("an audited run", fill) / "runs")
@@ -70,6 +71,17 @@ def test_an_honest_run_passes_at_other_world_sizes_and_strategies(honest: Path, 
     assert (code, report["verdict"]) == (0, "nothing found")
     assert report["audited"] == [[1, 8], [9, 16], [25, 32], [33, 40]]
     assert report["unreached_share"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_mesh_is_audited_by_one_process(axis: str, train: Train, audit: Callable[..., Any]) -> None:
+    model = ("recipe=stdlib_lm", "recipe.width=32", "recipe.depth=2", "recipe.heads=4", "recipe.context=32")
+    mesh = ("strategy=mesh", f"strategy.{axis}=2", "logical_tensor=4", "cluster.processes=4")
+    length = ("steps=4", "batch_size=8", "log_every=1", "checkpoint.every=2", "checkpoint.keep.last=9")
+    run = train(*model, *mesh, *length, "reproducibility=elastic", "logical_ranks=4")
+    assert run.code == 0, run.error
+    code, report = audit(run.folder or Path(), "--samples=9", "strategy=single", "cluster.processes=1")
+    assert (code, report["differences"], report["audited"]) == (0, [], [[1, 2], [3, 4]])
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ class StepDone:
         epoch: Passes over the training data since the start of the run, including skipped samples; None if the data are
             a stream.
         splits: Seconds of data, compute, communication and update for each rank and each measured step; only on rank 0.
-        losses_sha256: SHA-256 of the losses of all logical ranks in this step, in order, as little-endian float64.
+        losses_sha256: SHA-256 of this step's losses of all logical ranks, as little-endian float64, sorted by their
+            bytes.
         indices_sha256: SHA-256 of the sample indices of the steps since the previous logged step, in order of steps and
             logical ranks, as little-endian int64; None for streams, with parameter servers, and on other processes than
             the first.

@@ -6,6 +6,7 @@ import hashlib
 import math
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -186,7 +187,7 @@ class LoggedStep:
             exposed_seconds=float(means_p4[:, _COMMUNICATION].min()) if self.measured else None,
             metrics=compute_means(self.metrics, metrics_pn[parts]),
             splits=splits_ps4.tolist() if self.measured and self.rank == 0 else (),
-            losses_sha256=hashlib.sha256(struct.pack(f"<{len(last_losses)}d", *last_losses)).hexdigest(),
+            losses_sha256=_digest_losses(last_losses),
         )
 
 
@@ -214,3 +215,14 @@ def _compute_logged_loss(nonfinite_p2: Sequence[tuple[float, float]], losses: Se
         return exact_sum(losses) / len(losses)
     first = min(place for place, _ in nonfinite)
     return sum(total for place, total in nonfinite if place == first)
+
+
+def _digest_losses(losses: Sequence[float]) -> str:
+    """Return the SHA-256 of the losses of all logical ranks, sorted by their bytes.
+
+    Ranks of a mesh that train the same logical ranks report the same losses, so all counts are divided by their
+    greatest common divisor. The result depends neither on the mesh nor on how logical ranks are dealt.
+    """
+    counts = Counter(struct.pack("<d", loss) for loss in losses)
+    divisor = math.gcd(*counts.values())
+    return hashlib.sha256(b"".join(loss * (counts[loss] // divisor) for loss in sorted(counts))).hexdigest()

@@ -3,7 +3,7 @@
 The first line has the name of the run (``run``) and an empty ``previous``. Every later line has the previous line's
 SHA-256, without its newline, a ``step`` and one of:
 
-- ``logged``: computed values of a logged step; with ``losses``, the SHA-256 of the losses of all logical ranks, and
+- ``logged``: computed values of a logged step; with ``losses``, the SHA-256 of all logical ranks' sorted losses, and
   ``indices``, the SHA-256 of the sample indices since the previous scheduled log (null for streams, and with parameter
   servers);
 - ``evaluated``: the metrics of an evaluation;
