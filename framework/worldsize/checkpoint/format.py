@@ -146,7 +146,7 @@ def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
         raise CheckpointError(f"the checkpoint is damaged: {path} is not a regular shard file.")
     if (size := path.stat().st_size) != expected["size"]:
         raise CheckpointError(_format_difference(path, f"{expected['size']} bytes", f"{size} bytes"))
-    if (actual := _hash_file(path)) != expected["sha256"]:
+    if (actual := hash_file(path)) != expected["sha256"]:
         raise CheckpointError(_format_difference(path, f"SHA-256 {expected['sha256']}", f"SHA-256 {actual}"))
 
 
@@ -177,7 +177,8 @@ def _format_difference(path: Path, expected: str, actual: str) -> str:
     return f"the checkpoint is damaged: {path} has {actual}, expected {expected}."
 
 
-def _hash_file(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a regular file."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while piece := file.read(_PIECE):

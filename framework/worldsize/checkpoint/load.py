@@ -243,7 +243,10 @@ def find_differing_tensor(one: Checkpoint, other: Checkpoint) -> str | None:
     for names in _group_tensors(one):
         first, second = (_read_named(each, names) for each in (one, other))
         for name in names:
-            if not _has_same_bits(first[name], second[name]):
+            one_tensor, other_tensor = first[name], second[name]
+            if (one_tensor.dtype, one_tensor.shape) != (other_tensor.dtype, other_tensor.shape):
+                return name
+            if not has_same_bits(one_tensor, other_tensor):
                 return name
     return None
 
@@ -261,9 +264,8 @@ def _group_tensors(checkpoint: Checkpoint) -> Iterator[list[str]]:
         yield group
 
 
-def _has_same_bits(one: Tensor, other: Tensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
+def has_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same bytes, in order of their elements."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -166,19 +166,17 @@ def _train_again(run: RunView, overrides: Sequence[str], coverage: Coverage, *, 
                         f"training steps {first + 1} to {last} again failed with exit code {code}; see above."
                     )
                 with wrap_read_errors(repeated.path):
-                    found += _find_difference(run, repeated, kept, first, last)
+                    if difference := _find_difference(run, repeated, kept, first, last):
+                        found.append(difference)
     return found
 
 
 def _find_difference(
     run: RunView, repeated: RunDirectory, kept: Mapping[int, Path], first: int, last: int
-) -> Iterator[ChainDifference]:
-    """Yield the first difference in the steps after ``first`` up to ``last``, or in the state after them, if any."""
+) -> ChainDifference | None:
+    """Return the first difference in the steps after ``first`` up to ``last``, or in the state after them, if any."""
     difference = compare_chains(run.directory.chain, repeated.chain, first=first, last=last)
-    if difference is None:
-        difference = _compare_states(run, repeated, kept.get(last), last)
-    if difference is not None:
-        yield difference
+    return difference or _compare_states(run, repeated, kept.get(last), last)
 
 
 def _compare_states(run: RunView, repeated: RunDirectory, checkpoint: Path | None, last: int) -> ChainDifference | None:

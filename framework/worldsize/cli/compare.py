@@ -219,8 +219,11 @@ class Replay:
         """Train up to ``step``, and return the folder with its operations; ``saved``: the one to save."""
         print(f"training {self.checkout.original.id} again up to step {step}", file=sys.stderr, flush=True)
         options = [f"profile.operations={step}", format_override("profile.saved_operation", saved)]
-        run = self.checkout.write(*options)
-        code = self.checkout.resume(run, self.checkpoint)
+        if self.checkpoint is None:  # one start instead of two
+            run, code = self.checkout.train(*options)
+        else:
+            run = self.checkout.write(*options)
+            code = self.checkout.resume(run, self.checkpoint)
         if code not in (0, PREEMPTED):
             raise WorldsizeError(f"repeating {self.checkout.original.id} failed with exit code {code}; see above.")
         self._check_complete(run, step)

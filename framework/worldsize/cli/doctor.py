@@ -154,10 +154,11 @@ def _run_examination(settings: Settings, plan: Plan, run: RunDirectory) -> Repor
         The report from the job's log; None if this machine can access the run folder.
     """
 
+    from worldsize.config.recorded import format_config
     from worldsize.core import AgentLauncher, BatchLauncher
     from worldsize.launch.examine import examine_cluster
     from worldsize.launch.node import NodeLauncher
-    from worldsize.launch.record import add_secrets, config_text
+    from worldsize.launch.record import add_secrets
     from worldsize.record.redaction import scrubber
     from worldsize.record.run_directory import create_run_folder
     from worldsize.record.run_record import write_configuration
@@ -169,7 +170,7 @@ def _run_examination(settings: Settings, plan: Plan, run: RunDirectory) -> Repor
     launcher.check(settings.cluster)
     clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
     with create_run_folder(run, is_private=True):
-        write_configuration(run, config=config_text(clean.scrub_tree(settings.config)))
+        write_configuration(run, config=format_config(clean.scrub_tree(settings.config)))
     with redirect_stdout(sys.stderr):  # the agents' output
         if isinstance(launcher, BatchLauncher):
             turns = settings.cluster.nodes if settings.run.examine == "pairs" else 1  # pairs take turns

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -74,7 +76,17 @@ def _read_config(path: Path) -> dict[str, Any]:
 def override_recorded(run: RunDirectory, values: Mapping[str, object]) -> tuple[dict[str, Any], str]:
     """Return the run's configuration with other ``values``, without secrets, and its text for ``config.yaml``."""
     config = {**_read_config(run.config), **values}
-    return config, OmegaConf.to_yaml(OmegaConf.create(config))
+    return config, format_config(config)
+
+
+def format_config(config: Mapping[str, object]) -> str:
+    """Render ``config.yaml``, which the processes read; ``config`` must not contain secrets."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
+
+
+def compute_config_digest(config: Mapping[str, object]) -> str:
+    """Return the SHA-256 of a configuration, as in the manifest."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def format_words(words: Sequence[str]) -> str:

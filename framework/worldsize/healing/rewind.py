@@ -6,7 +6,6 @@ checkpoints and metrics are kept in the run's folders ``rewound/001``, ``rewound
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -20,7 +19,7 @@ from typing import Any, final
 from worldsize.checkpoint.format import complete, parse_step, sync_folder
 from worldsize.config.arguments import parse_override_key
 from worldsize.config.compose import format_keywords
-from worldsize.config.recorded import format_words, override_recorded
+from worldsize.config.recorded import compute_config_digest, format_words, override_recorded
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, Failure, Outcome, Spike
 from worldsize.data.skips import SkippedSamples
@@ -249,7 +248,7 @@ def apply_request(record: RunRecord) -> None:
     amended = {
         **add_rewind(manifest, rewind, folder),
         "config": config,
-        "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+        "config_sha256": compute_config_digest(config),
         "overrides": words,
     }
     record.record_rewind(amended, config=text, overrides=format_words(words))

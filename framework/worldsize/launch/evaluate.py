@@ -26,11 +26,12 @@ from worldsize.checkpoint.format import (
     verify_checkpoint,
 )
 from worldsize.config.purpose import Evaluate
+from worldsize.config.recorded import format_config
 from worldsize.config.settings import Settings
 from worldsize.core import Launcher, format_display_name
 from worldsize.errors import ConfigError
 from worldsize.launch.execute import build_checked_settings
-from worldsize.launch.record import add_secrets, config_text, create_scrubber
+from worldsize.launch.record import add_secrets, create_scrubber
 from worldsize.messages import printable
 from worldsize.record.inputs import check_data, recipe_fingerprint
 from worldsize.record.redaction import Scrubber
@@ -118,7 +119,7 @@ def evaluate_checkpoint(
     run = RunDirectory(record.directory.path / "evaluations" / name)
     clean = create_scrubber(cfg, settings.config)
     with create_run_folder(run, is_private=settings.run.private):
-        write_configuration(run, config=config_text(clean.scrub_tree(settings.config)))
+        write_configuration(run, config=format_config(clean.scrub_tree(settings.config)))
     if code := _run_processes(settings, launcher, run, clean):
         return code
     metrics = read_result(run)["metrics"]

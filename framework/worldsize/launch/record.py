@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -12,13 +11,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from worldsize import seeds
 from worldsize.checkpoint.format import HYPERPARAMETERS, PARTS, complete
 from worldsize.checkpoint.weights import open_weights
 from worldsize.collectives.cluster_cost import axis_tiers
 from worldsize.config.compose import additional_folder, find_env_variables, read_group_choices, task_overrides
+from worldsize.config.recorded import compute_config_digest, format_config, format_words
 from worldsize.config.schema import RunConfig
 from worldsize.config.search_path import Plugin, find_used_plugins, get_bundle_folder
 from worldsize.config.settings import Settings
@@ -107,7 +107,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         written["init_from"] = manifest["init_from"]
     written["data"], written["environment"]["packages"] = manifest["data"], manifest["environment"]["packages"]
     overrides = overrides_text(task_overrides(), clean)
-    create_record(run, written, config=config_text(config), overrides=overrides)
+    create_record(run, written, config=format_config(config), overrides=overrides)
 
 
 def apply_downgrades(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,17 +146,12 @@ def amend_record(
     if rewind is not None:
         amended = {**add_rewind(amended, *rewind)}
     overrides = overrides_text(words, clean)
-    record.record_resume(amended, config=config_text(config), overrides=overrides, secrets=plan.secrets)
-
-
-def config_text(config: Mapping[str, Any]) -> str:
-    """Render ``config.yaml``, which the processes read; ``config`` must not contain secrets."""
-    return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
+    record.record_resume(amended, config=format_config(config), overrides=overrides, secrets=plan.secrets)
 
 
 def overrides_text(words: Sequence[str], clean: Scrubber) -> str:
     """Render ``overrides.yaml``: the typed overrides, without secrets."""
-    return OmegaConf.to_yaml(OmegaConf.create(clean.scrub_arguments(words)))
+    return format_words(clean.scrub_arguments(words))
 
 
 def _collect_configuration(settings: Settings, plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +160,7 @@ def _collect_configuration(settings: Settings, plan: Plan, config: Mapping[str, 
     return {
         "options": {group: options[group] for group in ("recipe", "strategy", "cluster") if group in options},
         "config": config,
-        "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+        "config_sha256": compute_config_digest(config),
         "cluster": {**_describe_cluster(plan), "groups": groups, "axis_tiers": axis_tiers(plan.cluster, groups)},
         "determinism": _determinism(settings),
     }

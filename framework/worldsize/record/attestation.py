@@ -21,9 +21,9 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from worldsize.checkpoint.format import MANIFEST, complete
+from worldsize.checkpoint.format import MANIFEST, complete, hash_file
 from worldsize.errors import WorldsizeError
-from worldsize.files import open_regular, read_regular, replace_file
+from worldsize.files import read_regular, replace_file
 from worldsize.record.manifest import create_key_file, find_key
 from worldsize.record.run_directory import RunDirectory
 from worldsize.strict_json import LARGEST, parse_strict_json
@@ -32,7 +32,6 @@ _logger = logging.getLogger(__name__)
 
 _PAYLOAD = "application/vnd.in-toto+json"
 _PREDICATE = "urn:worldsize:run:v1"
-_PIECE = 1 << 20  # bytes read at once
 _LONGEST_KEY = 1 << 12  # maximum bytes of a key file
 
 
@@ -115,11 +114,8 @@ def check_attestation(run: RunDirectory, key: Path | None) -> tuple[list[str], s
 def _hash_subjects(run: RunDirectory) -> Iterator[tuple[str, str]]:
     checkpoints = [path / MANIFEST for path in complete(run.checkpoints)]
     for path in (run.manifest, run.chain, *checkpoints):
-        with suppress(FileNotFoundError, NotADirectoryError), open_regular(path) as file:
-            digest = hashlib.sha256()
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-            yield str(path.relative_to(run.path)), digest.hexdigest()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            yield str(path.relative_to(run.path)), hash_file(path)
 
 
 def _encode_signed(payload: bytes) -> bytes:

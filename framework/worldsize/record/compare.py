@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from worldsize.checkpoint.format import complete, parse_step, read_checkpoint
-from worldsize.checkpoint.load import read_tensors
+from worldsize.checkpoint.load import has_same_bits, read_tensors
 from worldsize.core import format_display_name
 from worldsize.record.json_lines import Row, is_number, wrap_read_errors
 from worldsize.record.metrics import metric_rows
@@ -137,7 +137,7 @@ def _compare_digests(name: str, then: Mapping[str, str], now: Mapping[str, str])
 
 def _measure_drift(name: str, by_step: Mapping[int, tuple[Tensor, Tensor]]) -> Divergence:
     differing = [
-        step for step, (one, other) in by_step.items() if one.shape != other.shape or not _same_bits(one, other)
+        step for step, (one, other) in by_step.items() if one.shape != other.shape or not has_same_bits(one, other)
     ]
     if not differing:
         return Divergence(name)
@@ -152,10 +152,6 @@ def _measure_drift(name: str, by_step: Mapping[int, tuple[Tensor, Tensor]]) -> D
 
 def _find_largest(tensor: Tensor) -> float:
     return float(tensor.max()) if tensor.numel() else 0.0
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
